@@ -1,0 +1,1 @@
+"""Prompts to tensors: the engine, the rank-side capture, and attention semantics."""

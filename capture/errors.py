@@ -1,0 +1,27 @@
+"""What can go wrong between a prompt and its durable rows."""
+
+from __future__ import annotations
+
+
+class CaptureError(Exception):
+    """Base of the capture errors."""
+
+
+class EngineDead(CaptureError, RuntimeError):
+    """The engine can do no more work; its process must be replaced."""
+
+
+class UnsupportedModel(CaptureError, ValueError):
+    """The model's attention is of a kind whose rows or pattern cannot be captured faithfully."""
+
+
+class AdapterMismatch(CaptureError, RuntimeError):
+    """nnsight or vLLM is not as the adapter expects; the message names what changed."""
+
+
+class RowsMissing(CaptureError, RuntimeError):
+    """A unit's rows are not all there exactly once; it must not be committed."""
+
+
+class CaptureStalled(CaptureError, TimeoutError):
+    """Staged rows were not written away in time."""

@@ -1,0 +1,114 @@
+"""What an engine and its capture are told, and what they tell back: plain values, no torch, no vLLM.
+
+`jobs` builds these from the run's config and ships them to a worker; `capture.engine` obeys them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from store.codec import Codec
+from store.run_format import ModelManifest, Site
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """How to start vLLM. `options` goes to vLLM as it is, after the settings that capture needs."""
+
+    model: str
+    revision: str | None = None
+    tokenizer: str | None = None
+    dtype: str = "bfloat16"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    max_num_batched_tokens: int = 8192
+    max_num_seqs: int = 256
+    gpu_memory_utilization: float = 0.85
+    cpu_kv_cache_gib: float = 1.0
+    load_format: str = "auto"
+    trust_remote_code: bool = False
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureSettings:
+    """What to keep and with how much memory. `layers` None means every attention layer."""
+
+    sites: tuple[Site, ...] = (Site.ROT_Q, Site.ROT_K, Site.V, Site.Z)
+    layers: tuple[int, ...] | None = None
+    codec: Codec = Codec.RAW
+    host_bytes: int = 1 << 30
+    """Host staging of each rank, allocated once: slabs of `slot_bytes`."""
+    device_bytes: int = 1 << 30
+    """Device ring of each rank, allocated once before vLLM profiles its memory (CUDA only)."""
+    slot_bytes: int = 64 << 20
+    writer_threads: int = 2
+    stall_seconds: float = 240.0
+    """How long a rank may wait for free slabs before a step; beyond it the engine fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLocation:
+    """Where a run lives. Options may hold credentials: they travel, but are never stored."""
+
+    url: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTask:
+    """One prompt of a unit. `reason` says why it must not run (it then counts as failed)."""
+
+    token_ids: np.ndarray
+    """int32 [num_tokens]"""
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UnitTask:
+    """One attempt at one unit. `first_prompt` is the plan-wide number of its first prompt."""
+
+    unit: int
+    attempt: str
+    first_prompt: int
+    prompts: tuple[PromptTask, ...]
+    repair: int = 0
+
+
+class UnitStatus(StrEnum):
+    """How an attempt ended."""
+
+    COMMITTED = "committed"
+    SUPERSEDED = "superseded"
+    """Another attempt had committed the unit before; the run is complete without this one."""
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitResult:
+    """What a worker reports of one attempt."""
+
+    unit: int
+    attempt: str
+    status: UnitStatus
+    error: str | None = None
+    stored: int = 0
+    failed: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the started engine says of itself."""
+
+    model: ModelManifest
+    bytes_per_token: int
+    """Captured bytes per row over all ranks, raw."""

@@ -1,0 +1,1 @@
+"""Durable arrays of a capture run, and back. Needs no torch, no GPU."""

@@ -1,0 +1,13 @@
+"""What turns a chunk's values into stored bytes: `raw`, `fast` or `small`. Always a crc32c after it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Codec(StrEnum):
+    """A point on the curve between speed and size; `raw` where the link is faster than the cores."""
+
+    RAW = "raw"
+    FAST = "fast"
+    SMALL = "small"

@@ -1,0 +1,70 @@
+"""Every error a run can raise, in one family; each is also the builtin a caller would expect.
+
+A message says what happened with its values, then what to do next.
+"""
+
+from __future__ import annotations
+
+
+class RunError(Exception):
+    """Something about a run is not as it must be."""
+
+
+class RunNotFound(RunError, FileNotFoundError):
+    """There is no run at this location."""
+
+
+class UnitNotFound(RunError, LookupError):
+    """The plan has no such unit."""
+
+
+class PromptNotFound(RunError, LookupError):
+    """The plan has no such prompt."""
+
+
+class PromptNotStored(RunError, LookupError):
+    """The prompt is planned, but its rows are not in the run (pending, failed or skipped)."""
+
+
+class SiteNotFound(RunError, LookupError):
+    """The run holds no such site, layer or head."""
+
+
+class SelectionError(RunError, IndexError):
+    """A selection lies outside what the run holds."""
+
+
+class FormatError(RunError, ValueError):
+    """An object of the run does not follow the format, or follows a newer one."""
+
+
+class UnsafeName(FormatError):
+    """A name in a run's metadata would point outside the run."""
+
+
+class DamagedObject(RunError, OSError):
+    """An object is missing, cut short, or its bytes do not match their checksum."""
+
+
+class FrozenFieldChanged(RunError, ValueError):
+    """A run was resumed with a setting that its data depends on changed."""
+
+
+class CommitRefused(RunError, RuntimeError):
+    """An attempt's data is not complete and exact, so it must not become part of the run."""
+
+
+class StoreError(OSError):
+    """An object store did not do what was asked."""
+
+
+class ObjectNotFound(StoreError, FileNotFoundError):
+    """There is no object of this name."""
+
+
+class ObjectExists(StoreError, FileExistsError):
+    """A create-only put met an object that is already there."""
+
+
+class StoreNotAtomic(StoreError):
+    """This back end lets two writers both win a create-only put."""

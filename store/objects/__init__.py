@@ -1,0 +1,1 @@
+"""Named objects in one place: the protocol, its back ends, and `open_store`."""

@@ -1,0 +1,63 @@
+"""The one small protocol that everything durable goes through.
+
+An `ObjectStore` is rooted at a URL; names are relative, slash-separated, checked by `store.keys`.
+Every put is whole-object: a reader sees all of it or none. `create` is atomic: of any number of
+writers that race one name exactly one wins and the others get `ObjectExists`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """An object as a listing shows it."""
+
+    name: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """`length` bytes from `start`."""
+
+    start: int
+    length: int
+
+
+@runtime_checkable
+class ObjectStore(Protocol):
+    """Where a run's objects live."""
+
+    @property
+    def url(self) -> str:
+        """The root, for messages; never carries credentials."""
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Store the concatenation of `parts` durably, replacing what was there. May be repeated."""
+
+    def create(self, name: str, data: Buffer) -> None:
+        """Store `data` durably if there is no such object yet; else raise `ObjectExists`. Atomic."""
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        """Return a whole object. `ObjectNotFound` if absent, `StoreError` if over `max_bytes`."""
+
+    def get_ranges(self, name: str, ranges: Sequence[ByteRange]) -> list[bytes]:
+        """Return each range, exactly as long as asked, else raise `DamagedObject` (a short object)."""
+
+    def size(self, name: str) -> int:
+        """Return an object's size in bytes. `ObjectNotFound` if absent."""
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Yield every object whose name starts with `prefix` (a folder ending in a slash, or "")."""
+
+    def delete(self, name: str) -> None:
+        """Remove an object; absent is fine."""
+
+    def sync(self, prefix: str) -> None:
+        """Return once every object put under `prefix` survives a power cut (a no-op where puts do)."""

@@ -1,0 +1,52 @@
+"""JSON objects that carry a crc32c of their own canonical body, so that any flipped byte is found.
+
+Canonical body: UTF-8, keys sorted, no white space, `crc32c` itself left out. The checksum is stored
+as eight lower-case hexadecimal digits under the key `crc32c`. NaN and infinities are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from store.checksum import crc32c, hex_crc32c
+from store.errors import DamagedObject, FormatError
+
+MAX_JSON_BYTES = 256 << 20
+
+
+def seal(body: dict[str, Any]) -> bytes:
+    """Return `body` as canonical JSON bytes with its crc32c added."""
+    if "crc32c" in body:
+        raise ValueError("the body already has a crc32c; pass the unsealed body")
+    return _canonical({**body, "crc32c": _checksum(body)})
+
+
+def unseal(data: bytes, name: str) -> dict[str, Any]:
+    """Return the body of sealed JSON bytes, without its checksum.
+
+    `name` is the object's name, for messages. Raises `DamagedObject` if the bytes are not the
+    canonical form of what they say, `FormatError` if they are no sealed JSON at all.
+    """
+    if len(data) > MAX_JSON_BYTES:
+        raise FormatError(f"{name}: {len(data)} bytes of JSON, more than the {MAX_JSON_BYTES} allowed")
+    try:
+        body = json.loads(data)
+    except ValueError as error:
+        raise DamagedObject(f"{name}: not readable as JSON ({error}); run `attnstore verify`") from error
+    if not isinstance(body, dict) or not isinstance(body.get("crc32c"), str):
+        raise FormatError(f"{name}: no crc32c in it; this is not an object of an attnstore run")
+    stated = body.pop("crc32c")
+    actual = _checksum(body)
+    if stated != actual or _canonical({**body, "crc32c": stated}) != bytes(data):
+        raise DamagedObject(f"{name}: its crc32c says {stated}, its body gives {actual}; run `attnstore verify`")
+    return body
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return hex_crc32c(crc32c(_canonical(body)))
+
+
+def _canonical(body: dict[str, Any]) -> bytes:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode()
