@@ -1,4 +1,4 @@
-"""What an engine and its capture are told, and what they tell back: plain values, no torch, no vLLM.
+"""What an engine and its capture are told, and tell back: plain values, no torch, no vLLM.
 
 `jobs` builds these from the run's config and ships them to a worker; `capture.engine` obeys them.
 """

@@ -1,4 +1,4 @@
-"""What turns a chunk's values into stored bytes: `raw`, `fast` or `small`. Always a crc32c after it."""
+"""What turns a chunk's values into stored bytes: `raw`, `fast` or `small`; then a crc32c."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Codec(StrEnum):
-    """A point on the curve between speed and size; `raw` where the link is faster than the cores."""
+    """A point between speed and size; `raw` where the link is faster than the cores."""
 
     RAW = "raw"
     FAST = "fast"

@@ -1,12 +1,12 @@
-"""How an array of one unit is cut into shards and chunks. Pure arithmetic; knows no bytes, no store.
+"""How an array of one unit is cut into shards and chunks. Pure arithmetic; knows no store.
 
 Legend: L layers held, T tokens (rows) of the unit, H heads held, D head size.
 
 An array is [L, T, H, D]. A *shard* (one object, written by one rank alone) covers one layer,
 `shard_tokens` tokens, `shard_heads` heads and all of D. Inside it, a *chunk* covers `chunk_tokens`
 tokens of one head group of `group_heads` heads, its values in [head, token, D] order. Chunks lie
-head-group-major in the shard: all of group 0 by token, then group 1, ... so that one head group over
-all tokens is one byte range. A rank's shard is never split along heads.
+head-group-major in the shard: all of group 0 by token, then group 1, ... so that one head group
+over all tokens is one byte range. A rank's shard is never split along heads.
 """
 
 from __future__ import annotations
@@ -36,8 +36,14 @@ class ArrayGeometry:
 
     def __post_init__(self) -> None:
         positive = (
-            self.num_layers, self.num_heads, self.head_size, self.item_bytes, self.shard_tokens,
-            self.shard_heads, self.chunk_tokens, self.group_heads,
+            self.num_layers,
+            self.num_heads,
+            self.head_size,
+            self.item_bytes,
+            self.shard_tokens,
+            self.shard_heads,
+            self.chunk_tokens,
+            self.group_heads,
         )
         if min(positive) < 1 or self.num_tokens < 0:
             raise ValueError(f"sizes must be positive: {self}")
@@ -48,8 +54,15 @@ class ArrayGeometry:
 
     @classmethod
     def plan(
-        cls, *, num_layers: int, num_tokens: int, num_heads: int, shard_heads: int, head_size: int,
-        item_bytes: int, max_shard_bytes: int = MAX_SHARD_BYTES,
+        cls,
+        *,
+        num_layers: int,
+        num_tokens: int,
+        num_heads: int,
+        shard_heads: int,
+        head_size: int,
+        item_bytes: int,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
     ) -> ArrayGeometry:
         """Choose the cut for one unit: chunks of at most 384 KiB, shards of at most 64 MiB.
 
@@ -61,15 +74,22 @@ class ArrayGeometry:
         while chunk_tokens > 1 and chunk_tokens * row_bytes > MAX_CHUNK_BYTES:
             chunk_tokens //= 2
         group_heads = max(
-            g for g in range(1, shard_heads + 1)
+            g
+            for g in range(1, shard_heads + 1)
             if shard_heads % g == 0 and (g == 1 or g * chunk_tokens * row_bytes <= MAX_CHUNK_BYTES)
         )
         fitting = max_shard_bytes // (row_bytes * shard_heads * CHUNK_TOKENS) * CHUNK_TOKENS
         needed = -(-max(num_tokens, 1) // CHUNK_TOKENS) * CHUNK_TOKENS
         return cls(
-            num_layers=num_layers, num_tokens=num_tokens, num_heads=num_heads, head_size=head_size,
-            item_bytes=item_bytes, shard_tokens=max(CHUNK_TOKENS, min(fitting, needed)),
-            shard_heads=shard_heads, chunk_tokens=chunk_tokens, group_heads=group_heads,
+            num_layers=num_layers,
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            head_size=head_size,
+            item_bytes=item_bytes,
+            shard_tokens=max(CHUNK_TOKENS, min(fitting, needed)),
+            shard_heads=shard_heads,
+            chunk_tokens=chunk_tokens,
+            group_heads=group_heads,
         )
 
     @property
@@ -108,7 +128,7 @@ class ArrayGeometry:
         return -(-self.tokens_in_shard(token_shard) // self.chunk_tokens)
 
     def raw_chunk_offset(self, token_shard: int, group: int, token_chunk: int) -> int:
-        """Return a raw chunk's byte offset in its shard (chunks are of one size, crc32c included)."""
+        """Return a raw chunk's byte offset in its shard (all are of one size, crc32c included)."""
         place = group * self.token_chunks_in_shard(token_shard) + token_chunk
         return place * (self.chunk_bytes + CHECKSUM_BYTES)
 

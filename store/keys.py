@@ -75,14 +75,18 @@ def plan_prefix(segment: int) -> str:
 def checked_segment(segment: str) -> str:
     """Return `segment` if it is one safe path segment, else raise `UnsafeName`."""
     if not _SEGMENT.fullmatch(segment) or ".." in segment:
-        raise UnsafeName(f"{segment!r} is not a safe object name; the run's metadata is not to be trusted")
+        raise UnsafeName(
+            f"{segment!r} is not a safe object name; the run's metadata is not to be trusted"
+        )
     return segment
 
 
 def checked_name(name: str) -> str:
     """Return `name` if it is a relative path of safe segments, else raise `UnsafeName`."""
     if not name or len(name) > 512:
-        raise UnsafeName(f"object name of {len(name)} characters; the run's metadata is not to be trusted")
+        raise UnsafeName(
+            f"object name of {len(name)} characters; the run's metadata is not to be trusted"
+        )
     for segment in name.split("/"):
         checked_segment(segment)
     return name

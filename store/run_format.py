@@ -1,13 +1,13 @@
 """The JSON documents of a run, format version 1, as pydantic models. docs/format.md is the spec.
 
-Every document is sealed (`store.sealed_json`). Bytes from a run are untrusted: models forbid unknown
-fields, bound every size, and check every name before it can reach a store.
+Every document is sealed (`store.sealed_json`). Bytes from a run are untrusted: models forbid
+unknown fields, bound every size, and check every name before it can reach a store.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -17,7 +17,7 @@ from store.errors import FormatError
 from store.geometry import ArrayGeometry
 from store.sealed_json import seal, unseal
 
-FORMAT_VERSION = 1
+FORMAT_VERSION: Final = 1
 
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
@@ -70,7 +70,9 @@ class Document(BaseModel):
         try:
             return cls.model_validate(body)
         except ValidationError as error:
-            raise FormatError(f"{name} does not follow format version {FORMAT_VERSION}: {error}") from error
+            raise FormatError(
+                f"{name} does not follow format version {FORMAT_VERSION}: {error}"
+            ) from error
 
 
 class Part(BaseModel):
@@ -172,8 +174,8 @@ class ArrayRecord(Part):
     group_heads: Annotated[int, Field(ge=1, le=1 << 20)]
     codec: Codec
     chunk_sizes: dict[str, str] = {}
-    """Shard name -> base64 of the little-endian uint32 stored sizes of its chunks in physical order;
-    empty for `raw`, whose sizes are implied."""
+    """Shard name -> base64 of the little-endian uint32 stored sizes of its chunks in physical
+    order; empty for `raw`, whose sizes are implied."""
 
     @property
     def item_bytes(self) -> int:
@@ -183,9 +185,15 @@ class ArrayRecord(Part):
         """Return the array's cut; raises `FormatError` where the numbers do not fit together."""
         try:
             return ArrayGeometry(
-                num_layers=len(self.layers), num_tokens=self.num_tokens, num_heads=len(self.heads),
-                head_size=self.head_size, item_bytes=self.item_bytes, shard_tokens=self.shard_tokens,
-                shard_heads=self.shard_heads, chunk_tokens=self.chunk_tokens, group_heads=self.group_heads,
+                num_layers=len(self.layers),
+                num_tokens=self.num_tokens,
+                num_heads=len(self.heads),
+                head_size=self.head_size,
+                item_bytes=self.item_bytes,
+                shard_tokens=self.shard_tokens,
+                shard_heads=self.shard_heads,
+                chunk_tokens=self.chunk_tokens,
+                group_heads=self.group_heads,
             )
         except ValueError as error:
             raise FormatError(f"array {self.site}: {error}") from error

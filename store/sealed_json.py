@@ -29,17 +29,23 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
     canonical form of what they say, `FormatError` if they are no sealed JSON at all.
     """
     if len(data) > MAX_JSON_BYTES:
-        raise FormatError(f"{name}: {len(data)} bytes of JSON, more than the {MAX_JSON_BYTES} allowed")
+        raise FormatError(
+            f"{name}: {len(data)} bytes of JSON, more than the {MAX_JSON_BYTES} allowed"
+        )
     try:
         body = json.loads(data)
     except ValueError as error:
-        raise DamagedObject(f"{name}: not readable as JSON ({error}); run `attnstore verify`") from error
+        raise DamagedObject(
+            f"{name}: not readable as JSON ({error}); run `attnstore verify`"
+        ) from error
     if not isinstance(body, dict) or not isinstance(body.get("crc32c"), str):
         raise FormatError(f"{name}: no crc32c in it; this is not an object of an attnstore run")
     stated = body.pop("crc32c")
     actual = _checksum(body)
     if stated != actual or _canonical({**body, "crc32c": stated}) != bytes(data):
-        raise DamagedObject(f"{name}: its crc32c says {stated}, its body gives {actual}; run `attnstore verify`")
+        raise DamagedObject(
+            f"{name}: its crc32c says {stated}, its body gives {actual}; run `attnstore verify`"
+        )
     return body
 
 
@@ -48,5 +54,7 @@ def _checksum(body: dict[str, Any]) -> str:
 
 
 def _canonical(body: dict[str, Any]) -> bytes:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(
+        body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
     return text.encode()

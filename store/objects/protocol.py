@@ -42,22 +42,22 @@ class ObjectStore(Protocol):
         """Store the concatenation of `parts` durably, replacing what was there. May be repeated."""
 
     def create(self, name: str, data: Buffer) -> None:
-        """Store `data` durably if there is no such object yet; else raise `ObjectExists`. Atomic."""
+        """Store `data` durably if there is no such object, else raise `ObjectExists`. Atomic."""
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """Return a whole object. `ObjectNotFound` if absent, `StoreError` if over `max_bytes`."""
 
     def get_ranges(self, name: str, ranges: Sequence[ByteRange]) -> list[bytes]:
-        """Return each range, exactly as long as asked, else raise `DamagedObject` (a short object)."""
+        """Return each range, exactly as long as asked; a short object raises `DamagedObject`."""
 
     def size(self, name: str) -> int:
         """Return an object's size in bytes. `ObjectNotFound` if absent."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield every object whose name starts with `prefix` (a folder ending in a slash, or "")."""
+        """Yield every object whose name starts with `prefix` (a folder and its slash, or "")."""
 
     def delete(self, name: str) -> None:
         """Remove an object; absent is fine."""
 
     def sync(self, prefix: str) -> None:
-        """Return once every object put under `prefix` survives a power cut (a no-op where puts do)."""
+        """Return once all objects put under `prefix` survive a power cut (no-op where puts do)."""
