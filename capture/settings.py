@@ -78,6 +78,9 @@ class UnitTask:
     first_prompt: int
     prompts: tuple[PromptTask, ...]
     repair: int = 0
+    batch_prompts: int = 0
+    """0: all prompts at once. N > 0: in order, N in the engine at a time, the next N only after
+    those; how a bad prompt is found, with `CaptureEngine.prompts_finished(unit)` as its witness."""
 
 
 class UnitStatus(StrEnum):

@@ -129,6 +129,15 @@ class PlanFile(Part):
     rows: Count
 
 
+class PlanInput(Part):
+    """One source file that a plan segment was made from; `stamp` is the back end's version of it."""
+
+    url: str
+    bytes: Count
+    sha256: str
+    stamp: str = ""
+
+
 class PlanManifest(Document):
     """`plan/<segment>/manifest.json`: the segment's files and sums; written last."""
 
@@ -141,6 +150,7 @@ class PlanManifest(Document):
     first_unit: Count
     num_units: Count
     plan_hash: str
+    inputs: list[PlanInput] = []
     prompts: list[PlanFile]
     units: list[PlanFile]
 

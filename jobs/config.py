@@ -1,0 +1,274 @@
+"""The run's config: YAML and `--set key=value` into one validated, immutable `RunConfig`.
+
+Knows every key a user may write and which of them are *frozen*: those that the stored data depends
+on are marked `FROZEN` beside the field, and a resume that changes one is refused. Everything else
+(parallelism, memory, deadlines, credentials) may differ each time a run is run. Knows nothing of
+Ray, of engines or of how a plan is made. Paths are relative to the working directory.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from capture.settings import CaptureSettings, EngineSettings, StoreLocation
+from store.codec import Codec
+from store.run_format import Site
+
+
+class Frozen:
+    """Marks a field that the stored data depends on; a resume with another value is refused."""
+
+
+FROZEN: Final = Frozen()
+
+Bytes = Annotated[int, Field(ge=1 << 20)]
+
+
+class Section(BaseModel):
+    """Base of the config's parts."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SourceFormat(StrEnum):
+    """How a prompt source is read; `auto` goes by the file name."""
+
+    AUTO = "auto"
+    JSONL = "jsonl"
+    JSON = "json"
+    CSV = "csv"
+    PARQUET = "parquet"
+    TEXT = "text"
+    HF_DATASET = "hf_dataset"
+
+
+class SpecialTokens(StrEnum):
+    """Whether the tokenizer adds what it was trained with (BOS and so on)."""
+
+    MODEL = "model"
+    """As the tokenizer does by itself."""
+    NONE = "none"
+    """Nothing is added; the text is the whole sequence."""
+
+
+class TooLong(StrEnum):
+    """What becomes of a prompt longer than the model takes."""
+
+    FAIL = "fail"
+    TRUNCATE = "truncate"
+    """Keep its first tokens; its metadata says how many it had."""
+
+
+class PromptsConfig(Section):
+    """Where prompts come from and how they become token ids."""
+
+    source: Annotated[str, Field(min_length=1)]
+    """A path or any fsspec URL; globs allowed, e.g. `s3://bucket/corpus/*.jsonl.gz`."""
+    format: SourceFormat = SourceFormat.AUTO
+    id_column: Annotated[str | None, FROZEN] = "id"
+    """Ids are derived from the prompt's place where the column is absent or this is null."""
+    text_column: Annotated[str, FROZEN] = "text"
+    token_ids_column: Annotated[str | None, FROZEN] = None
+    messages_column: Annotated[str | None, FROZEN] = None
+    """Chat messages, put through the tokenizer's chat template."""
+    special_tokens: Annotated[SpecialTokens, FROZEN] = SpecialTokens.MODEL
+    too_long: Annotated[TooLong, FROZEN] = TooLong.FAIL
+    limit: Annotated[int | None, Field(ge=1), FROZEN] = None
+    """Take only the first so many prompts."""
+    skip: Annotated[tuple[str, ...], FROZEN] = ()
+    """Prompt ids to leave out; they are recorded as skipped."""
+    options: dict[str, Any] = {}
+    """fsspec options of the source (credentials, endpoint); never stored."""
+
+    @model_validator(mode="after")
+    def _one_content(self) -> PromptsConfig:
+        if self.token_ids_column is not None and self.messages_column is not None:
+            raise ValueError("set token_ids_column or messages_column, not both")
+        return self
+
+
+class ModelConfig(Section):
+    """Which model, exactly."""
+
+    path: Annotated[str, Field(min_length=1), FROZEN]
+    """A local folder or a hub name."""
+    revision: Annotated[str | None, FROZEN] = None
+    tokenizer: Annotated[str | None, FROZEN] = None
+    dtype: Annotated[str, Field(pattern="^(bfloat16|float16|float32)$"), FROZEN] = "bfloat16"
+    max_model_len: Annotated[int | None, Field(ge=2), FROZEN] = None
+    trust_remote_code: bool = False
+    load_format: Annotated[str, FROZEN] = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
+
+
+class PatternMode(StrEnum):
+    """How attention patterns come to a reader."""
+
+    DERIVED = "derived"
+    """Rebuilt from the stored rot_q and rot_k when read."""
+
+
+class CaptureConfig(Section):
+    """What is kept of every prompt."""
+
+    sites: Annotated[tuple[Site, ...], Field(min_length=1), FROZEN] = (
+        Site.ROT_Q,
+        Site.ROT_K,
+        Site.V,
+        Site.Z,
+    )
+    layers: Annotated[tuple[int, ...] | None, FROZEN] = None
+    """The model's layer numbers; null means every attention layer."""
+    codec: Annotated[Codec, FROZEN] = Codec.RAW
+    pattern: Annotated[PatternMode, FROZEN] = PatternMode.DERIVED
+    unit_tokens: Annotated[int, Field(ge=1), FROZEN] = 65_536
+    """Units hold about so many tokens: the grain of work, retry and resume."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> CaptureConfig:
+        if len(set(self.sites)) != len(self.sites):
+            raise ValueError(f"sites are listed twice: {', '.join(self.sites)}")
+        if self.layers is not None and len(set(self.layers)) != len(self.layers):
+            raise ValueError(f"layers are listed twice: {list(self.layers)}")
+        return self
+
+
+class EngineConfig(Section):
+    """How the engine runs; none of it changes what is stored."""
+
+    tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
+    max_num_batched_tokens: Annotated[int, Field(ge=1)] = 8192
+    max_num_seqs: Annotated[int, Field(ge=1)] = 256
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
+    cpu_kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0
+    host_bytes: Bytes = 1 << 30
+    device_bytes: Bytes = 1 << 30
+    slot_bytes: Bytes = 64 << 20
+    writer_threads: Annotated[int, Field(ge=1)] = 2
+    units_in_flight: Annotated[int, Field(ge=1, le=8)] = 2
+    """Units inside one engine at a time: while one ends, the next already fills its steps."""
+    seed: int = 0
+    options: dict[str, Any] = {}
+    """Passed to vLLM as they are."""
+
+
+class WorkersConfig(Section):
+    """How many workers, where, and how long they may take."""
+
+    count: Annotated[int, Field(ge=1)] = 1
+    min: Annotated[int | None, Field(ge=1)] = None
+    max: Annotated[int | None, Field(ge=1)] = None
+    """Elastic between `min` and `max`: all are asked for, the run goes on with those there are."""
+    address: str | None = None
+    """An existing Ray cluster (`auto`, `ray://...`); null starts Ray on this machine."""
+    num_cpus: Annotated[float | None, Field(ge=0)] = None
+    num_gpus: Annotated[float | None, Field(ge=0)] = None
+    """Per worker; null asks for tensor_parallel_size GPUs where the cluster has any, else CPUs."""
+    max_attempts: Annotated[int, Field(ge=1)] = 3
+    """Failures of a unit before it is run prompt by prompt to find the bad one."""
+    unit_deadline_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    start_deadline_seconds: Annotated[float, Field(gt=0)] = 1800.0
+    store_patience_seconds: Annotated[float, Field(gt=0)] = 900.0
+    """How long the store may fail before the run gives up with exit code 75."""
+    drain_seconds: Annotated[float, Field(ge=0)] = 30.0
+    """After SIGTERM: how long units in flight may still finish."""
+    duplicate_stragglers: bool = False
+    """At the end, give units still running to idle workers too; the first commit wins."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> WorkersConfig:
+        if self.lowest > self.highest:
+            raise ValueError(f"workers.min ({self.lowest}) exceeds workers.max ({self.highest})")
+        return self
+
+    @property
+    def lowest(self) -> int:
+        """Return how few workers the run may go on with."""
+        return self.min if self.min is not None else min(1, self.highest)
+
+    @property
+    def highest(self) -> int:
+        """Return how many workers are asked for."""
+        return self.max if self.max is not None else max(self.count, self.min or 1)
+
+
+class RunConfig(Section):
+    """One run, whole: what to capture, from what, where to, and how to go about it."""
+
+    output: Annotated[str, Field(min_length=1)]
+    prompts: PromptsConfig
+    model: ModelConfig
+    capture: CaptureConfig = CaptureConfig()
+    engine: EngineConfig = EngineConfig()
+    workers: WorkersConfig = WorkersConfig()
+    max_bytes: Annotated[int | None, Field(ge=1)] = None
+    """Quota: the run does not start, or stops cleanly, rather than store more than this."""
+    storage_options: dict[str, Any] = {}
+    """Options of the output's object store; they may hold credentials and are never stored."""
+
+    def stored(self) -> dict[str, Any]:
+        """Return the config as `run.json` keeps it: everything but credentials."""
+        body = self.model_dump(mode="json", exclude={"storage_options": True})
+        body["prompts"].pop("options")
+        return body
+
+    def frozen_fields(self) -> dict[str, Any]:
+        """Return dotted name -> value of every field that a resume may not change."""
+        return dict(_frozen_fields(self, ""))
+
+    def engine_settings(self) -> EngineSettings:
+        """Return what `capture.engine` needs to start vLLM."""
+        engine, model = self.engine, self.model
+        return EngineSettings(
+            model=model.path,
+            revision=model.revision,
+            tokenizer=model.tokenizer,
+            dtype=model.dtype,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            max_model_len=model.max_model_len,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_seqs=engine.max_num_seqs,
+            gpu_memory_utilization=engine.gpu_memory_utilization,
+            cpu_kv_cache_gib=engine.cpu_kv_cache_gib,
+            load_format=model.load_format,
+            trust_remote_code=model.trust_remote_code,
+            seed=engine.seed,
+            options=dict(engine.options),
+        )
+
+    def capture_settings(self) -> CaptureSettings:
+        """Return what `capture.engine` needs to know of what to keep."""
+        return CaptureSettings(
+            sites=self.capture.sites,
+            layers=self.capture.layers,
+            codec=self.capture.codec,
+            host_bytes=self.engine.host_bytes,
+            device_bytes=self.engine.device_bytes,
+            slot_bytes=self.engine.slot_bytes,
+            writer_threads=self.engine.writer_threads,
+        )
+
+    def location(self) -> StoreLocation:
+        """Return where the run lives; a local path is made absolute, since workers start elsewhere."""
+        url = self.output if "://" in self.output else str(Path(self.output).absolute())
+        return StoreLocation(url=url, options=dict(self.storage_options))
+
+
+def _frozen_fields(section: BaseModel, prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    dumped = section.model_dump(mode="json")
+    for name, info in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            found += _frozen_fields(value, f"{prefix}{name}.")
+        elif any(isinstance(mark, Frozen) for mark in info.metadata):
+            found.append((f"{prefix}{name}", dumped[name]))
+    return found

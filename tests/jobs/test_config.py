@@ -1,0 +1,108 @@
+"""The config: what it accepts, how it refuses, and what is frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jobs.config import RunConfig, SpecialTokens
+from jobs.config_file import load_config, parse_config
+from jobs.errors import ConfigError
+from store.run_format import Site
+
+BODY = """
+output: ./some-run
+prompts: {source: prompts.jsonl}
+model: {path: some/model, dtype: float32}
+"""
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(text)
+    return path
+
+
+def test_defaults_and_paths_are_kept_as_given(tmp_path: Path) -> None:
+    config = load_config(written(tmp_path, BODY))
+    assert config.model.path == "some/model"
+    assert config.stored()["model"]["path"] == "some/model"
+    assert config.capture.sites == (Site.ROT_Q, Site.ROT_K, Site.V, Site.Z)
+    assert Path(config.location().url).is_absolute()
+
+
+def test_a_model_may_be_named_alone() -> None:
+    config = parse_config({"output": "x", "prompts": {"source": "p"}, "model": "some/model"})
+    assert config.model.path == "some/model"
+
+
+def test_set_overrides_in_order_and_reads_yaml_values(tmp_path: Path) -> None:
+    overrides = [
+        "workers.count=4",
+        "capture.layers=[0, 2]",
+        "workers.count=2",
+        "prompts.special_tokens=none",
+    ]
+    config = load_config(written(tmp_path, BODY), overrides)
+    assert config.workers.count == 2
+    assert config.capture.layers == (0, 2)
+    assert config.prompts.special_tokens is SpecialTokens.NONE
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "expected"),
+    [
+        (BODY + "promts: 1\n", None, "promts: no such key; did you mean 'prompts'?"),
+        (BODY, "prompts.text_colum=a", "did you mean 'text_column'?"),
+        (BODY, "workers.count=0", "workers.count"),
+        (BODY, "capture.sites=[rot_q, nothing]", "capture.sites.1"),
+        (BODY, "capture.sites=[v, v]", "listed twice"),
+        (BODY, "model.dtype=int8", "int8"),
+        (BODY, "workers={min: 3, max: 2}", "exceeds"),
+        (BODY, "workers.count", "not key=value"),
+        (BODY, "output.deeper=1", "has no keys inside"),
+        ("output: [", None, "not readable as YAML"),
+        ("- a\n", None, "must be a mapping"),
+        ("output: x\n", None, "model: must be set"),
+    ],
+)
+def test_a_wrong_config_says_what_and_where(
+    tmp_path: Path, text: str, override: str | None, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(written(tmp_path, text), [override] if override else [])
+    assert expected in str(caught.value)
+
+
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere.yaml"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_credentials_are_never_stored() -> None:
+    config = parse_config(
+        {
+            "output": "s3://bucket/run",
+            "prompts": {"source": "p", "options": {"secret": "open-sesame"}},
+            "model": "m",
+            "storage_options": {"secret_access_key": "open-sesame"},
+        }
+    )
+    assert "open-sesame" not in str(config.stored())
+    assert config.location().options["secret_access_key"] == "open-sesame"
+
+
+def test_frozen_fields_are_those_the_data_depends_on() -> None:
+    config = parse_config({"output": "x", "prompts": {"source": "p"}, "model": "m"})
+    frozen = config.frozen_fields()
+    assert frozen["model.path"] == "m"
+    assert frozen["capture.sites"] == ["rot_q", "rot_k", "v", "z"]
+    assert {"model.revision", "model.dtype", "capture.codec", "capture.layers"} <= set(frozen)
+    free = ("engine.", "workers.", "storage_options", "max_bytes", "output", "prompts.source")
+    assert not [name for name in frozen if name.startswith(free)]
+
+
+def test_every_key_has_a_place_in_the_stored_config() -> None:
+    config = parse_config({"output": "x", "prompts": {"source": "p"}, "model": "m"})
+    assert set(config.stored()) == set(RunConfig.model_fields) - {"storage_options"}
