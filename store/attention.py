@@ -1,0 +1,162 @@
+"""Attention scores and patterns, rebuilt in numpy from what the kernel was given.
+
+Knows one layer's `LayerSemantics` and arrays of rows; never knows runs, objects or prompts. The
+kernel never forms the score matrix, so this is the only place where it exists. All arithmetic is
+float32, and queries go through in tiles: nothing of size T x T is held beyond what is asked for.
+
+For query head h with key-value head g(h) = h // (num_heads / num_kv_heads), query position q and
+key position k, in the order in which vLLM's kernels apply the steps:
+
+    s = scale * (rot_q[h, q] . rot_k[g(h), k])
+    s = cap * tanh(s / cap)                   where the layer has a logit soft-cap
+    s = s + slope[h] * (k - q)                where it has ALiBi slopes (Press et al. 2022)
+    s = -inf                                  unless q - W < k <= q (W: sliding window, if any)
+
+    pattern = exp(s) / (sum over all keys of exp(s) + exp(sink[h]))
+
+The last term is a learned sink (one extra logit per head that takes probability and gives no
+value); without sinks it is absent and rows sum to 1, with them to 1 minus the sink's share.
+
+Legend: N heads asked for, G key-value heads given, Q query rows, K key rows, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store.run_format import LayerSemantics
+
+Float32 = NDArray[np.float32]
+Positions = NDArray[np.int64]
+
+TILE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRows:
+    """Rows of some heads of one layer: `values` [heads, rows, D], global `heads`, `positions`."""
+
+    values: NDArray[np.generic]
+    heads: Sequence[int]
+    positions: Positions
+
+
+def kv_head_of(semantics: LayerSemantics, head: int) -> int:
+    """Return the key-value head that query head `head` reads (both global)."""
+    return head * semantics.num_kv_heads // semantics.num_heads
+
+
+def scores(
+    semantics: LayerSemantics, rot_q: HeadRows, rot_k: HeadRows, keys: Positions | None = None
+) -> Float32:
+    """Return attention scores before the softmax, float32 [N, Q, K]; masked entries are -inf.
+
+    `rot_q` holds the query heads and positions asked for; `rot_k` the key-value heads they need.
+    `keys` are indices into `rot_k`'s rows, all of them if None. Raises `ValueError` where a needed
+    key-value head is not in `rot_k`.
+    """
+    columns = np.arange(len(rot_k.positions)) if keys is None else keys
+    out_NQK = np.empty((len(rot_q.heads), len(rot_q.positions), len(columns)), np.float32)
+    kept = HeadRows(rot_k.values[:, columns], rot_k.heads, rot_k.positions[columns])
+    for place, rows, tile_QK in _score_tiles(semantics, rot_q, kept):
+        out_NQK[place, rows] = tile_QK
+    return out_NQK
+
+
+def pattern(
+    semantics: LayerSemantics, rot_q: HeadRows, rot_k: HeadRows, keys: Positions | None = None
+) -> Float32:
+    """Return the attention pattern, float32 [N, Q, K]; the softmax runs over all rows of `rot_k`.
+
+    `rot_k` must hold every position up to the last query, else the denominators would be wrong:
+    `ValueError`. `keys` picks the columns that are returned (indices into `rot_k`'s rows) and does
+    not change the values. Rows of layers with sinks sum to less than 1 and are not renormalised.
+    """
+    _require_every_key(rot_q.positions, rot_k.positions)
+    columns = slice(None) if keys is None else keys
+    num_columns = len(rot_k.positions) if keys is None else len(keys)
+    out_NQK = np.empty((len(rot_q.heads), len(rot_q.positions), num_columns), np.float32)
+    for place, rows, tile_QK in _score_tiles(semantics, rot_q, rot_k):
+        sink = None if semantics.sinks is None else semantics.sinks[rot_q.heads[place]]
+        _softmax_in_place(tile_QK, sink)
+        out_NQK[place, rows] = tile_QK[:, columns]
+    return out_NQK
+
+
+def _score_tiles(
+    semantics: LayerSemantics, rot_q: HeadRows, rot_k: HeadRows
+) -> Iterator[tuple[int, slice, Float32]]:
+    """Yield (place of the head, query rows, scores [rows, K]), at most `TILE_BYTES` at a time."""
+    place_of_kv_head = {head: place for place, head in enumerate(rot_k.heads)}
+    tile_rows = max(1, TILE_BYTES // (4 * max(1, len(rot_k.positions))))
+    keys_of: dict[int, Float32] = {}
+    for place, head in enumerate(rot_q.heads):
+        kv_head = kv_head_of(semantics, head)
+        if kv_head not in place_of_kv_head:
+            raise ValueError(
+                f"head {head} reads kv head {kv_head}, but only {list(rot_k.heads)} are given"
+            )
+        if kv_head not in keys_of:
+            keys_of = {kv_head: np.asarray(rot_k.values[place_of_kv_head[kv_head]], np.float32)}
+        k_KD = keys_of[kv_head]
+        for start in range(0, len(rot_q.positions), tile_rows):
+            rows = slice(start, start + tile_rows)
+            q_QD = np.asarray(rot_q.values[place, rows], np.float32)
+            yield (
+                place,
+                rows,
+                _tile_scores(semantics, head, q_QD, k_KD, rot_q.positions[rows], rot_k.positions),
+            )
+
+
+def _tile_scores(
+    semantics: LayerSemantics,
+    head: int,
+    q_QD: Float32,
+    k_KD: Float32,
+    q_pos: Positions,
+    k_pos: Positions,
+) -> Float32:
+    scores_QK = q_QD @ k_KD.T
+    scores_QK *= np.float32(semantics.scale)
+    if semantics.logit_softcap:
+        cap = np.float32(semantics.logit_softcap)
+        np.tanh(scores_QK / cap, out=scores_QK)
+        scores_QK *= cap
+    distance_QK = k_pos[None, :] - q_pos[:, None]
+    if semantics.alibi_slopes is not None:
+        scores_QK += np.float32(semantics.alibi_slopes[head]) * distance_QK.astype(np.float32)
+    hidden_QK = distance_QK > 0
+    if semantics.sliding_window is not None:
+        hidden_QK |= distance_QK <= -semantics.sliding_window
+    scores_QK[hidden_QK] = -np.inf
+    return scores_QK
+
+
+def _softmax_in_place(scores_QK: Float32, sink: float | None) -> None:
+    if scores_QK.size == 0:
+        return
+    top_Q1 = scores_QK.max(axis=-1, keepdims=True)
+    if sink is not None:
+        np.maximum(top_Q1, np.float32(sink), out=top_Q1)
+    np.exp(scores_QK - top_Q1, out=scores_QK)
+    total_Q1 = scores_QK.sum(axis=-1, keepdims=True)
+    if sink is not None:
+        total_Q1 += np.exp(np.float32(sink) - top_Q1)
+    scores_QK /= total_Q1
+
+
+def _require_every_key(q_pos: Positions, k_pos: Positions) -> None:
+    if len(q_pos) == 0:
+        return
+    last = int(q_pos.max())
+    have = k_pos[k_pos <= last]
+    if len(have) != last + 1 or not np.array_equal(np.sort(have), np.arange(last + 1)):
+        raise ValueError(
+            f"a pattern up to position {last} needs the keys of all positions 0..{last}, "
+            f"got {len(have)} of them"
+        )
