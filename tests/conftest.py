@@ -1,0 +1,53 @@
+"""What every test may ask for: model folders made once under .cache/, and a quiet, small process.
+
+Set before anything imports torch, Ray or a tokenizer: thread pools of one, no hub, no telemetry.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's object store holds no tensors here; do not let a small /dev/shm stop the tests.
+    "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1",
+    "MPLBACKEND": "Agg",
+}
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = ROOT / ".cache" / "models"
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct in float32: 30 layers, 9 query heads, 3 kv heads, head size 64."""
+    from capture.checkpoints.smollm2 import prepare_smollm2
+
+    return prepare_smollm2(MODELS / "smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_dir() -> Path:
+    """A tiny random Qwen3 in float32: 3 layers, 8 to 2 heads of size 32, QK-norm."""
+    from capture.checkpoints.tiny import tiny_qwen3
+
+    return tiny_qwen3(MODELS / "tiny-qwen3")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_bf16_dir() -> Path:
+    """The same tiny Qwen3 with bfloat16 weights."""
+    from capture.checkpoints.tiny import tiny_qwen3
+
+    return tiny_qwen3(MODELS / "tiny-qwen3-bf16", dtype="bfloat16")
