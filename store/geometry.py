@@ -11,7 +11,9 @@ over all tokens is one byte range. A rank's shard is never split along heads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 CHUNK_TOKENS = 256
 MAX_CHUNK_BYTES = 384 << 10
@@ -137,11 +139,12 @@ class ArrayGeometry:
         chunks = self.groups_per_shard * self.token_chunks_in_shard(token_shard)
         return chunks * (self.chunk_bytes + CHECKSUM_BYTES) + self.index_bytes
 
+    def shard_places(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (layer index, token shard, head shard) of every shard, in order."""
+        return product(
+            range(self.num_layers), range(self.num_token_shards), range(self.num_head_shards)
+        )
+
     def shard_coordinates(self) -> list[tuple[int, int, int, int]]:
         """Return every shard's coordinates (layer, token shard, head shard, 0), in order."""
-        return [
-            (layer, token, head, 0)
-            for layer in range(self.num_layers)
-            for token in range(self.num_token_shards)
-            for head in range(self.num_head_shards)
-        ]
+        return [(*place, 0) for place in self.shard_places()]

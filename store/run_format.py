@@ -130,7 +130,7 @@ class PlanFile(Part):
 
 
 class PlanInput(Part):
-    """One source file that a plan segment was made from; `stamp` is the back end's version of it."""
+    """A source file that a plan segment was made from; `stamp` is the back end's version."""
 
     url: str
     bytes: Count
@@ -156,7 +156,10 @@ class PlanManifest(Document):
 
 
 class ObjectRecord(Part):
-    """One object of an attempt; `name` is relative to the attempt's folder."""
+    """One object of an attempt; `name` is relative to the attempt's folder.
+
+    `crc32c` is that of the object's bytes; for a shard it is `store.shard.shard_checksum`.
+    """
 
     name: Name
     bytes: Count
@@ -186,6 +189,17 @@ class ArrayRecord(Part):
     chunk_sizes: dict[str, str] = {}
     """Shard name -> base64 of the little-endian uint32 stored sizes of its chunks in physical
     order; empty for `raw`, whose sizes are implied."""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether this is a packed pattern [layer, head, entry]; `num_tokens` counts entries."""
+        return self.dims[-1] == "entry"
+
+    def shard_name(self, layer_index: int, token_shard: int, head_shard: int) -> str:
+        """Return the name, inside the attempt, of the shard at these places of the cut."""
+        if self.is_packed:
+            return keys.shard_key(self.site, (layer_index, head_shard, token_shard))
+        return keys.shard_key(self.site, (layer_index, token_shard, head_shard, 0))
 
     @property
     def item_bytes(self) -> int:

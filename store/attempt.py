@@ -1,0 +1,60 @@
+"""The objects of one attempt at one unit, under a folder that no other attempt uses.
+
+Ranks put shards, the worker that finishes the unit puts the metadata. Nothing here is part of the
+run until a commit names it (`store.commit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from store import keys
+from store.checksum import crc32c_of_parts, hex_crc32c
+from store.objects.protocol import ObjectStore
+from store.run_format import ArrayRecord, ObjectRecord
+from store.shard import EncodedShard
+from store.zarr_metadata import array_metadata, group_metadata
+
+GROUP_METADATA = "zarr.json"
+
+
+class AttemptWriter:
+    """Puts the objects of attempt `attempt` at `unit`; usable from several threads at once."""
+
+    def __init__(self, objects: ObjectStore, unit: int, attempt: str, *, run_id: str = "") -> None:
+        self._objects = objects
+        self._unit = unit
+        self._attempt = attempt
+        self._run_id = run_id
+        self._prefix = keys.attempt_prefix(unit, attempt)
+
+    @property
+    def prefix(self) -> str:
+        """The attempt's folder, relative to the run."""
+        return self._prefix
+
+    def put_shard(
+        self, site: str, coordinates: Sequence[int], encoded: EncodedShard
+    ) -> ObjectRecord:
+        """Put one shard at its Zarr `coordinates` and return its record. May be repeated."""
+        name = keys.shard_key(site, tuple(coordinates))
+        self._objects.put(self._prefix + name, encoded.parts)
+        return ObjectRecord(name=name, bytes=encoded.num_bytes, crc32c=hex_crc32c(encoded.crc32c))
+
+    def put_object(self, name: str, data: bytes) -> ObjectRecord:
+        """Put any other object of the attempt (such as generated.parquet) and return its record."""
+        self._objects.put(self._prefix + keys.checked_name(name), [data])
+        return ObjectRecord(name=name, bytes=len(data), crc32c=hex_crc32c(crc32c_of_parts([data])))
+
+    def put_metadata(self, arrays: Sequence[ArrayRecord]) -> list[ObjectRecord]:
+        """Put the zarr.json of the group and of every array, and return their records."""
+        group = group_metadata(run_id=self._run_id, unit=self._unit, attempt=self._attempt)
+        records = [self.put_object(GROUP_METADATA, group)]
+        for array in arrays:
+            document = array_metadata(array, run_id=self._run_id, unit=self._unit)
+            records.append(self.put_object(keys.array_metadata_key(array.site), document))
+        return records
+
+    def sync(self) -> None:
+        """Return once everything put by this attempt survives a power cut."""
+        self._objects.sync(self._prefix)

@@ -1,0 +1,189 @@
+"""Commits: the create-only documents that make attempts part of a run.
+
+A unit has one commit per repair number and the highest counts. Of two attempts at one unit exactly
+one commits; the other learns that it was superseded. A client that retries a commit whose answer
+was lost meets its own commit, and is told that it won.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from store import keys
+from store.codec import Codec
+from store.errors import CommitRefused, DamagedObject, FormatError, ObjectExists, ObjectNotFound
+from store.geometry import CHECKSUM_BYTES, ArrayGeometry
+from store.objects.protocol import ObjectStore
+from store.run_format import ArrayRecord, Commit, Outcome
+from store.sealed_json import MAX_JSON_BYTES
+from store.shard import unpack_chunk_sizes
+
+_LISTED_PROBLEMS = 5
+_BLOSC_OVERHEAD = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CommitResult:
+    """Who holds the unit after a commit was tried."""
+
+    won: bool
+    attempt: str
+
+
+def commit_unit(objects: ObjectStore, commit: Commit) -> CommitResult:
+    """Make the attempt part of the run, once all its objects are there and durable.
+
+    The commit must be complete in itself and agree with a listing of the attempt's folder. Safe to
+    repeat. Raises `CommitRefused` if it does not, with what is wrong.
+    """
+    prefix = keys.attempt_prefix(commit.unit, commit.attempt)
+    problems = commit_problems(commit)
+    if not problems:
+        listed = {info.name[len(prefix) :]: info.bytes for info in objects.list(prefix)}
+        problems = list(missing_objects(commit, listed))
+    if problems:
+        raise CommitRefused(
+            f"attempt {commit.attempt} at unit {commit.unit} is not complete, {len(problems)} "
+            "problems: " + "; ".join(problems[:_LISTED_PROBLEMS]) + ". Capture the unit again."
+        )
+    objects.sync(prefix)
+    key = keys.commit_key(commit.unit, commit.repair)
+    try:
+        objects.create(key, commit.to_bytes())
+    except ObjectExists:
+        holder = read_commit(objects, key).attempt
+        return CommitResult(won=holder == commit.attempt, attempt=holder)
+    return CommitResult(won=True, attempt=commit.attempt)
+
+
+def committed_units(objects: ObjectStore) -> dict[int, str]:
+    """Return unit -> name of its commit, the highest repair's, from one listing."""
+    highest: dict[int, int] = {}
+    for info in objects.list(keys.COMMITS):
+        parsed = keys.parse_commit_key(info.name)
+        if parsed is not None:
+            unit, repair = parsed
+            highest[unit] = max(repair, highest.get(unit, 0))
+    return {unit: keys.commit_key(unit, repair) for unit, repair in sorted(highest.items())}
+
+
+def next_repair(objects: ObjectStore, unit: int) -> int:
+    """Return the repair number that a new capture of `unit` commits under; 0 without a commit."""
+    repairs = [
+        parsed[1]
+        for info in objects.list(keys.commit_folder(unit))
+        if (parsed := keys.parse_commit_key(info.name)) is not None and parsed[0] == unit
+    ]
+    return max(repairs) + 1 if repairs else 0
+
+
+def read_commit(objects: ObjectStore, key: str) -> Commit:
+    """Read and check the commit of this name. Raises `DamagedObject` if it is gone or damaged."""
+    parsed = keys.parse_commit_key(key)
+    if parsed is None:
+        raise ValueError(f"{key!r} is not the name of a commit")
+    try:
+        data = objects.get(key, max_bytes=MAX_JSON_BYTES)
+    except ObjectNotFound as error:
+        raise DamagedObject(f"{key} is missing; run `attnstore verify`") from error
+    commit = Commit.from_bytes(data, key)
+    if (commit.unit, commit.repair) != parsed:
+        raise DamagedObject(
+            f"{key} says it commits unit {commit.unit}, repair {commit.repair}; run `attnstore "
+            "verify`"
+        )
+    return commit
+
+
+def missing_objects(commit: Commit, listed: dict[str, int]) -> Iterator[str]:
+    """Yield what a commit names and a listing (name -> bytes) lacks or contradicts."""
+    for record in commit.objects:
+        size = listed.get(record.name)
+        if size is None:
+            yield f"{record.name} is missing"
+        elif size != record.bytes:
+            yield f"{record.name} has {size} bytes where the commit says {record.bytes}"
+
+
+def commit_problems(commit: Commit) -> list[str]:
+    """Return what contradicts itself inside a commit: rows, shards, sizes. Reads nothing."""
+    return [*_row_problems(commit), *_array_problems(commit)]
+
+
+def _row_problems(commit: Commit) -> Iterator[str]:
+    prompts = commit.prompts
+    columns = (prompts.outcome, prompts.first_row, prompts.num_rows, prompts.first_position)
+    if len({len(column) for column in columns}) != 1:
+        yield f"prompt columns of lengths {[len(column) for column in columns]}"
+        return
+    row = 0
+    for place, outcome in enumerate(prompts.outcome):
+        if outcome is Outcome.STORED:
+            if prompts.first_row[place] != row or prompts.num_rows[place] < 1:
+                yield (
+                    f"prompt {place} has {prompts.num_rows[place]} rows from "
+                    f"{prompts.first_row[place]}, "
+                    f"expected some from {row}"
+                )
+            row = prompts.first_row[place] + prompts.num_rows[place]
+        elif prompts.num_rows[place]:
+            yield f"prompt {place} is {outcome} and has {prompts.num_rows[place]} rows"
+        elif str(place) not in prompts.reasons:
+            yield f"prompt {place} is {outcome} without a reason"
+    for array in commit.arrays:
+        if not array.is_packed and array.num_tokens != row:
+            yield f"array {array.site} holds {array.num_tokens} rows, its prompts {row}"
+
+
+def _array_problems(commit: Commit) -> Iterator[str]:
+    sizes = {record.name: record.bytes for record in commit.objects}
+    if len(sizes) != len(commit.objects):
+        yield "an object is named twice"
+    sites = [array.site for array in commit.arrays]
+    if len(set(sites)) != len(sites):
+        yield f"a site is there twice: {sites}"
+    shards: set[str] = set()
+    for array in commit.arrays:
+        try:
+            geometry = array.geometry()
+        except FormatError as error:
+            yield str(error)
+            continue
+        if geometry.num_layers * geometry.num_token_shards * geometry.num_head_shards > len(sizes):
+            yield f"array {array.site} has more shards than the commit has objects"
+            continue
+        for layer, token_shard, head_shard in geometry.shard_places():
+            name = array.shard_name(layer, token_shard, head_shard)
+            shards.add(name)
+            problem = _shard_problem(array, geometry, name, token_shard, sizes.get(name))
+            if problem:
+                yield problem
+        if array.codec is Codec.RAW and array.chunk_sizes:
+            yield f"array {array.site} is raw and lists chunk sizes"
+    for name in sizes:
+        if "/c/" in name and name not in shards:
+            yield f"{name} belongs to no array"
+
+
+def _shard_problem(
+    array: ArrayRecord, geometry: ArrayGeometry, name: str, token_shard: int, size: int | None
+) -> str | None:
+    if size is None:
+        return f"{name} is not among the commit's objects"
+    if array.codec is Codec.RAW:
+        expected = geometry.raw_shard_bytes(token_shard)
+    elif name not in array.chunk_sizes:
+        return f"{name} has no chunk sizes"
+    else:
+        try:
+            chunk_sizes = unpack_chunk_sizes(array.chunk_sizes[name], geometry, token_shard, name)
+        except FormatError as error:
+            return str(error)
+        largest = geometry.chunk_bytes + _BLOSC_OVERHEAD + CHECKSUM_BYTES
+        if chunk_sizes.size and not (
+            CHECKSUM_BYTES < chunk_sizes.min() <= chunk_sizes.max() <= largest
+        ):
+            return f"{name} has chunks of {chunk_sizes.min()} to {chunk_sizes.max()} bytes"
+        expected = int(chunk_sizes.sum(dtype="int64")) + geometry.index_bytes
+    return None if size == expected else f"{name} has {size} bytes where its chunks take {expected}"

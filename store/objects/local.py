@@ -1,0 +1,224 @@
+"""Objects as files under a folder, durable and atomic by the file system's own rules.
+
+A put writes a temporary file in the same file system, flushes it, and renames it into place; a
+create links it into place, which fails if the name is taken, so exactly one of any racing writers
+wins. Folders are flushed by `create` at once and for plain puts by `sync`, once a unit instead of
+once an object. Temporary files live in `.tmp/`, whose name no object can have. A process that is
+killed leaves its temporary file there and nothing else.
+
+It never knows what the objects mean.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from typing_extensions import Buffer
+
+from store.errors import DamagedObject, ObjectExists, ObjectNotFound, StoreError
+from store.keys import checked_name
+from store.objects.protocol import ByteRange, ObjectInfo
+
+TEMPORARY_FOLDER = ".tmp"
+_MAX_GATHERED = min(os.sysconf("SC_IOV_MAX"), 1024)
+
+
+class LocalStore:
+    """An `ObjectStore` over a local folder. Writers in any number of processes may share it."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self._root = os.path.abspath(os.fspath(root))
+        self._made: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        return self._root
+
+    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+        """Write `parts` without copying them together, flush, and rename into place."""
+        path = self._path(name)
+        temporary = self._write_temporary(parts)
+        try:
+            self._make_folder(os.path.dirname(path))
+            os.replace(temporary, path)
+        except BaseException:
+            _remove_quietly(temporary)
+            raise
+
+    def create(self, name: str, data: Buffer) -> None:
+        """Write, flush, link without replacing, and flush every folder on the way. Atomic."""
+        path = self._path(name)
+        temporary = self._write_temporary([data])
+        try:
+            self._make_folder(os.path.dirname(path))
+            os.link(temporary, path)
+        except FileExistsError as error:
+            raise ObjectExists(f"{self._root}: {name} is already there") from error
+        finally:
+            _remove_quietly(temporary)
+        self._sync_folders_down_to(os.path.dirname(path))
+
+    def get(self, name: str, *, max_bytes: int) -> bytes:
+        """Return the whole file, its size checked before anything is read."""
+        descriptor = self._open(name)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size > max_bytes:
+                raise StoreError(
+                    f"{self._root}: {name} has {size} bytes, more than {max_bytes} allowed"
+                )
+            return _read_exactly(descriptor, ByteRange(0, size), name)
+        finally:
+            os.close(descriptor)
+
+    def get_ranges(self, name: str, ranges: Sequence[ByteRange]) -> list[bytes]:
+        """Return each range, read one after the other from one open file."""
+        descriptor = self._open(name)
+        try:
+            size = os.fstat(descriptor).st_size
+            for wanted in ranges:
+                if wanted.start < 0 or wanted.length < 0 or wanted.start + wanted.length > size:
+                    raise DamagedObject(
+                        f"{self._root}: {name} has {size} bytes, too few for {wanted.length} "
+                        f"bytes from {wanted.start}; run `attnstore verify`"
+                    )
+            return [_read_exactly(descriptor, wanted, name) for wanted in ranges]
+        finally:
+            os.close(descriptor)
+
+    def size(self, name: str) -> int:
+        """Return the file's size."""
+        try:
+            return os.stat(self._path(name)).st_size
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ObjectNotFound(f"{self._root}: there is no {name}") from error
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Yield the files below the folder `prefix` in the order of their names' segments."""
+        if prefix and not prefix.endswith("/"):
+            raise ValueError(f"a prefix is a folder ending in a slash, got {prefix!r}")
+        folder = self._path(prefix[:-1]) if prefix else self._root
+        yield from _walk(folder, prefix)
+
+    def delete(self, name: str) -> None:
+        """Remove the file, and the folders that this leaves empty below the root."""
+        path = self._path(name)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(path)
+        folder = os.path.dirname(path)
+        while len(folder) > len(self._root):
+            try:
+                os.rmdir(folder)
+            except OSError:
+                return
+            self._made.discard(folder)
+            folder = os.path.dirname(folder)
+
+    def sync(self, prefix: str) -> None:
+        """Flush every folder from the root through `prefix` and all below it."""
+        folder = self._path(prefix.rstrip("/")) if prefix else self._root
+        if not os.path.isdir(folder):
+            return
+        for path, _, _ in os.walk(folder, topdown=False):
+            _sync_folder(path)
+        self._sync_folders_down_to(folder)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._root, checked_name(name))
+
+    def _open(self, name: str) -> int:
+        try:
+            return os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise ObjectNotFound(f"{self._root}: there is no {name}") from error
+
+    def _make_folder(self, folder: str) -> None:
+        if folder not in self._made:
+            os.makedirs(folder, exist_ok=True)
+            self._made.add(folder)
+
+    def _write_temporary(self, parts: Sequence[Buffer]) -> str:
+        folder = os.path.join(self._root, TEMPORARY_FOLDER)
+        path = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(8)}")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._make_folder(folder)
+        descriptor = os.open(path, flags, 0o666)
+        try:
+            _write_gathered(descriptor, parts)
+            os.fsync(descriptor)
+        except BaseException:
+            _remove_quietly(path)
+            raise
+        finally:
+            os.close(descriptor)
+        return path
+
+    def _sync_folders_down_to(self, folder: str) -> None:
+        while len(folder) >= len(self._root):
+            _sync_folder(folder)
+            folder = os.path.dirname(folder)
+        _sync_folder(folder)
+
+
+def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir():
+            yield from _walk(entry.path, f"{prefix}{entry.name}/")
+            continue
+        with suppress(FileNotFoundError):
+            yield ObjectInfo(prefix + entry.name, entry.stat().st_size)
+
+
+def _write_gathered(descriptor: int, parts: Sequence[Buffer]) -> None:
+    """Write all of `parts`, at most IOV_MAX buffers a call; a short write is continued."""
+    pending = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
+    start = 0
+    while start < len(pending):
+        batch = pending[start : start + _MAX_GATHERED]
+        written = os.writev(descriptor, batch)
+        for view in batch:
+            if written < view.nbytes:
+                pending[start] = view[written:]
+                break
+            written -= view.nbytes
+            start += 1
+
+
+def _read_exactly(descriptor: int, wanted: ByteRange, name: str) -> bytes:
+    data = os.pread(descriptor, wanted.length, wanted.start)
+    if len(data) == wanted.length:
+        return data
+    pieces = [data]
+    missing = wanted.length - len(data)
+    while missing and pieces[-1]:
+        pieces.append(os.pread(descriptor, missing, wanted.start + wanted.length - missing))
+        missing -= len(pieces[-1])
+    if missing:
+        raise DamagedObject(
+            f"{name} ends {missing} bytes before {wanted.start + wanted.length}; run `attnstore "
+            "verify`"
+        )
+    return b"".join(pieces)
+
+
+def _sync_folder(folder: str) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_quietly(path: str) -> None:
+    with suppress(OSError):
+        Path(path).unlink(missing_ok=True)

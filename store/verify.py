@@ -1,0 +1,245 @@
+"""Whether what is stored is what the commits say. Lists every problem it finds; repairs nothing.
+
+The default compares names, sizes and documents: one listing and one small read per commit. `deep`
+also reads every byte of every object a commit names and checks each chunk's crc32c, each shard's
+index and each object's checksum. Damage never raises here; only a store that cannot be reached
+does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from store import keys
+from store.checksum import crc32c, hex_crc32c
+from store.codec import DTYPES, Codec
+from store.commit import commit_problems, committed_units, missing_objects, read_commit
+from store.errors import DamagedObject, FormatError, ObjectNotFound, RunError, StoreError
+from store.objects.protocol import ObjectStore
+from store.plan import read_prompts, read_segments, read_units
+from store.run_format import (
+    ArrayRecord,
+    Commit,
+    Document,
+    ModelManifest,
+    ObjectRecord,
+    PlanManifest,
+    RunManifest,
+)
+from store.sealed_json import MAX_JSON_BYTES
+from store.shard import (
+    decode_chunk,
+    raw_chunk_sizes,
+    shard_checksum,
+    shard_index,
+    unpack_chunk_sizes,
+)
+
+MAX_OBJECT_BYTES = 1 << 30
+_CHUNK_CRC = np.dtype("<u4")
+_T = TypeVar("_T", bound=Document)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is not as it should be; `name` is an object of the run."""
+
+    name: str
+    message: str
+    unit: int | None = None
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What a verification looked at and what it found wrong."""
+
+    deep: bool
+    units: int = 0
+    objects: int = 0
+    bytes: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    @property
+    def damaged_units(self) -> list[int]:
+        """The units that have a problem of their own, which a repair can capture again."""
+        return sorted({problem.unit for problem in self.problems if problem.unit is not None})
+
+    def add(self, name: str, message: object, unit: int | None = None) -> None:
+        self.problems.append(Problem(name, str(message), unit))
+
+
+def verify_run(
+    objects: ObjectStore,
+    *,
+    deep: bool = False,
+    threads: int = 4,
+    progress: Callable[[VerifyReport], None] | None = None,
+) -> VerifyReport:
+    """Check a whole run and return everything that is wrong with it.
+
+    With `deep`, at most `threads` objects (of at most 64 MiB as this library writes them) are held
+    at a time. `progress` is called after each unit.
+    """
+    report = VerifyReport(deep=deep)
+    run = _document(objects, keys.RUN, RunManifest, report)
+    run_id = run.run_id if run is not None else None
+    model = _document(objects, keys.MODEL, ModelManifest, report, optional=True)
+    if model is not None and run_id is not None and model.run_id != run_id:
+        report.add(keys.MODEL, f"belongs to run {model.run_id}, not {run_id}")
+    plans = _check_plan(objects, run_id, report, deep=deep)
+    with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="verify") as pool:
+        for unit, key in committed_units(objects).items():
+            _check_unit(objects, unit, key, run_id, plans, report, pool if deep else None)
+            if progress is not None:
+                progress(report)
+    return report
+
+
+def _document(
+    objects: ObjectStore, name: str, kind: type[_T], report: VerifyReport, *, optional: bool = False
+) -> _T | None:
+    report.objects += 1
+    try:
+        return kind.from_bytes(objects.get(name, max_bytes=MAX_JSON_BYTES), name)
+    except ObjectNotFound as error:
+        report.objects -= 1
+        if not optional:
+            report.add(name, error)
+    except (RunError, StoreError) as error:
+        report.add(name, error)
+    return None
+
+
+def _check_unit(
+    objects: ObjectStore,
+    unit: int,
+    key: str,
+    run_id: str | None,
+    plans: list[PlanManifest],
+    report: VerifyReport,
+    pool: ThreadPoolExecutor | None,
+) -> None:
+    report.units += 1
+    try:
+        commit = read_commit(objects, key)
+        prefix = keys.attempt_prefix(commit.unit, commit.attempt)
+    except (RunError, StoreError) as error:
+        report.add(key, error, unit)
+        return
+    if run_id is not None and commit.run_id != run_id:
+        report.add(key, f"belongs to run {commit.run_id}, not {run_id}", unit)
+    if plans and not any(p.first_unit <= unit < p.first_unit + p.num_units for p in plans):
+        report.add(key, "no plan segment has this unit", unit)
+    for problem in commit_problems(commit):
+        report.add(key, problem, unit)
+    listed = {info.name[len(prefix) :]: info.bytes for info in objects.list(prefix)}
+    for problem in missing_objects(commit, listed):
+        report.add(prefix, problem, unit)
+    report.objects += len(commit.objects)
+    report.bytes += sum(record.bytes for record in commit.objects)
+    if pool is not None:
+        sound = [record for record in commit.objects if listed.get(record.name) == record.bytes]
+        shards = dict(_shards(commit))
+        checks = pool.map(lambda record: _check_object(objects, prefix, record, shards), sound)
+        for record, message in zip(sound, checks, strict=True):
+            if message is not None:
+                report.add(prefix + record.name, message, unit)
+
+
+def _shards(commit: Commit) -> Iterator[tuple[str, tuple[ArrayRecord, int]]]:
+    for array in commit.arrays:
+        try:
+            geometry = array.geometry()
+        except FormatError:
+            continue
+        if geometry.num_layers * geometry.num_token_shards * geometry.num_head_shards > len(
+            commit.objects
+        ):
+            continue
+        for layer, token_shard, head_shard in geometry.shard_places():
+            yield array.shard_name(layer, token_shard, head_shard), (array, token_shard)
+
+
+def _check_object(
+    objects: ObjectStore,
+    prefix: str,
+    record: ObjectRecord,
+    shards: dict[str, tuple[ArrayRecord, int]],
+) -> str | None:
+    if record.bytes > MAX_OBJECT_BYTES:
+        return f"states {record.bytes} bytes, more than the {MAX_OBJECT_BYTES} allowed"
+    try:
+        data = objects.get(prefix + record.name, max_bytes=record.bytes)
+        if len(data) != record.bytes:
+            return f"has {len(data)} bytes where the commit says {record.bytes}"
+        if record.name in shards:
+            checksum = _shard_bytes_checksum(*shards[record.name], data, record.name)
+        else:
+            checksum = crc32c(data)
+    except (RunError, StoreError) as error:
+        return str(error)
+    if hex_crc32c(checksum) != record.crc32c:
+        return (
+            f"its bytes give the checksum {hex_crc32c(checksum)}, the commit says {record.crc32c}"
+        )
+    return None
+
+
+def _shard_bytes_checksum(array: ArrayRecord, token_shard: int, data: bytes, name: str) -> int:
+    """Check every chunk and the index of a shard's bytes and return its checksum."""
+    geometry = array.geometry()
+    if array.codec is Codec.RAW:
+        sizes = raw_chunk_sizes(geometry, token_shard)
+    else:
+        sizes = unpack_chunk_sizes(array.chunk_sizes.get(name, ""), geometry, token_shard, name)
+    index = shard_index(geometry, token_shard, sizes)
+    if len(data) != int(sizes.sum(dtype=np.int64)) + len(index) or data[-len(index) :] != index:
+        raise DamagedObject(f"{name}: its index is not the one its chunks give")
+    view = memoryview(data)
+    checksums = np.empty(len(sizes), _CHUNK_CRC)
+    offset = 0
+    for place, size in enumerate(sizes.tolist()):
+        stored = view[offset : offset + size]
+        decode_chunk(geometry, stored, array.codec, DTYPES[array.dtype], name)
+        checksums[place] = np.frombuffer(stored[-4:], _CHUNK_CRC)[0]
+        offset += size
+    return shard_checksum(checksums, index)
+
+
+def _check_plan(
+    objects: ObjectStore, run_id: str | None, report: VerifyReport, *, deep: bool
+) -> list[PlanManifest]:
+    try:
+        plans = read_segments(objects)
+    except (RunError, ObjectNotFound) as error:
+        report.add(keys.PLAN, error)
+        return []
+    for plan in plans:
+        prefix = keys.plan_prefix(plan.segment)
+        if run_id is not None and plan.run_id != run_id:
+            report.add(prefix, f"belongs to run {plan.run_id}, not {run_id}")
+        listed = {info.name[len(prefix) :]: info.bytes for info in objects.list(prefix)}
+        for file in [*plan.prompts, *plan.units]:
+            if listed.get(file.name) != file.bytes:
+                report.add(
+                    prefix + file.name, f"has {listed.get(file.name)} bytes, not {file.bytes}"
+                )
+        report.objects += len(plan.prompts) + len(plan.units)
+        report.bytes += sum(file.bytes for file in [*plan.prompts, *plan.units])
+        if deep:
+            for reader in (read_units, read_prompts):
+                try:
+                    reader(objects, plan)
+                except (RunError, StoreError) as error:
+                    report.add(prefix, error)
+    return plans

@@ -1,0 +1,141 @@
+"""One shard's bytes: what goes in comes out, raw copies nothing, no flipped bit passes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from store.checksum import crc32c
+from store.codec import DTYPES, Codec
+from store.errors import DamagedObject, FormatError
+from store.geometry import ArrayGeometry
+from store.shard import (
+    decode_chunk,
+    encode_shard,
+    pack_chunk_sizes,
+    raw_chunk_sizes,
+    unpack_chunk_sizes,
+)
+
+SHAPES = [(4, 700, 16), (1, 1, 8), (3, 256, 64), (8, 257, 128), (9, 512, 64), (2, 40, 2048)]
+
+
+def _case(heads: int, tokens: int, size: int, dtype: str, seed: int = 0):
+    element = DTYPES[dtype]
+    geometry = ArrayGeometry.plan(
+        num_layers=1,
+        num_tokens=tokens,
+        num_heads=heads,
+        shard_heads=heads,
+        head_size=size,
+        item_bytes=element.itemsize,
+    )
+    values = np.random.default_rng(seed).standard_normal((heads, tokens, size)) * 50
+    return geometry, values.astype(element)
+
+
+def _decode(geometry, encoded, codec, dtype):
+    data = b"".join(bytes(part) for part in encoded.parts)
+    assert len(data) == encoded.num_bytes
+    chunks = geometry.token_chunks_in_shard(0)
+    out = np.zeros(
+        (geometry.shard_heads, chunks * geometry.chunk_tokens, geometry.head_size), dtype
+    )
+    offset = 0
+    for place, size in enumerate(encoded.chunk_sizes.tolist()):
+        group, chunk = divmod(place, chunks)
+        values = decode_chunk(geometry, data[offset : offset + size], codec, dtype, "s")
+        heads = slice(group * geometry.group_heads, (group + 1) * geometry.group_heads)
+        out[heads, chunk * geometry.chunk_tokens : (chunk + 1) * geometry.chunk_tokens] = values
+        offset += size
+    return out
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "uint8"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_round_trip_is_bit_exact_and_the_tail_is_zero(shape, dtype, codec):
+    geometry, data_HTD = _case(*shape, dtype)
+    out = _decode(geometry, encode_shard(geometry, 0, data_HTD, codec), codec, DTYPES[dtype])
+    tokens = data_HTD.shape[1]
+    assert out[:, :tokens].tobytes() == data_HTD.tobytes()
+    assert not out[:, tokens:].view(np.uint8).any()
+
+
+def test_raw_parts_are_views_of_a_strided_array():
+    geometry, _ = _case(4, 512, 16, "float32")
+    backing = np.random.default_rng(1).standard_normal((4, 600, 16)).astype(np.float32)
+    data_HTD = backing[:, 50:562]
+    encoded = encode_shard(geometry, 0, data_HTD, Codec.RAW)
+    viewed = sum(
+        memoryview(part).nbytes
+        for part in encoded.parts
+        if np.shares_memory(np.frombuffer(part, np.uint8), backing)
+    )
+    assert viewed == data_HTD.nbytes
+    assert _decode(geometry, encoded, Codec.RAW, np.float32).tobytes() == data_HTD.tobytes()
+
+
+def test_raw_layout_is_the_one_the_geometry_implies():
+    geometry, data_HTD = _case(8, 700, 128, "bfloat16")
+    encoded = encode_shard(geometry, 0, data_HTD, Codec.RAW)
+    assert encoded.num_bytes == geometry.raw_shard_bytes(0)
+    assert np.array_equal(encoded.chunk_sizes, raw_chunk_sizes(geometry, 0))
+    data = b"".join(bytes(part) for part in encoded.parts)
+    start = geometry.raw_chunk_offset(0, 1, 2)
+    chunk = decode_chunk(
+        geometry, data[start : start + geometry.chunk_bytes + 4], Codec.RAW, DTYPES["bfloat16"], "s"
+    )
+    assert chunk[:, :188].tobytes() == data_HTD[4:8, 512:700].tobytes()
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+def test_any_flipped_bit_of_a_chunk_raises(codec):
+    geometry, data_HTD = _case(2, 300, 8, "float32")
+    encoded = encode_shard(geometry, 0, data_HTD, codec)
+    stored = bytearray(b"".join(bytes(part) for part in encoded.parts)[: encoded.chunk_sizes[0]])
+    for place in np.random.default_rng(2).integers(0, len(stored) * 8, 300).tolist():
+        stored[place // 8] ^= 1 << place % 8
+        with pytest.raises(DamagedObject, match="shard-name"):
+            decode_chunk(geometry, stored, codec, np.dtype(np.float32), "shard-name")
+        stored[place // 8] ^= 1 << place % 8
+    with pytest.raises(DamagedObject):
+        decode_chunk(geometry, stored[:3], codec, np.dtype(np.float32), "s")
+
+
+def test_a_frame_that_claims_another_size_is_refused_before_it_is_unpacked():
+    geometry, data_HTD = _case(2, 300, 8, "float32")
+    encoded = encode_shard(geometry, 0, data_HTD, Codec.FAST)
+    frame = bytearray(encoded.parts[0])
+    frame[4:8] = (1 << 30).to_bytes(4, "little")
+    stored = bytes(frame) + crc32c(frame).to_bytes(4, "little")
+    with pytest.raises(DamagedObject, match="should hold"):
+        decode_chunk(geometry, stored, Codec.FAST, np.dtype(np.float32), "s")
+
+
+def test_shards_of_one_shape_have_different_checksums():
+    geometry, one = _case(2, 300, 8, "float32", seed=1)
+    _, other = _case(2, 300, 8, "float32", seed=2)
+    first, second = (encode_shard(geometry, 0, data, Codec.RAW) for data in (one, other))
+    assert first.crc32c != second.crc32c
+
+
+def test_the_wrong_array_is_refused():
+    geometry, data_HTD = _case(4, 300, 8, "float32")
+    with pytest.raises(ValueError, match="holds"):
+        encode_shard(geometry, 0, data_HTD[:2], Codec.RAW)
+    with pytest.raises(ValueError, match="holds"):
+        encode_shard(geometry, 0, data_HTD.astype(np.float16), Codec.RAW)
+    with pytest.raises(ValueError, match="contiguous"):
+        encode_shard(geometry, 0, np.asfortranarray(data_HTD), Codec.RAW)
+
+
+def test_chunk_sizes_survive_the_commit_and_wrong_ones_are_refused():
+    geometry, data_HTD = _case(4, 700, 16, "float32")
+    sizes = encode_shard(geometry, 0, data_HTD, Codec.SMALL).chunk_sizes
+    text = pack_chunk_sizes(sizes)
+    assert np.array_equal(unpack_chunk_sizes(text, geometry, 0, "s"), sizes)
+    with pytest.raises(FormatError):
+        unpack_chunk_sizes(text[:-4], geometry, 0, "s")
+    with pytest.raises(FormatError):
+        unpack_chunk_sizes("?" * len(text), geometry, 0, "s")
