@@ -33,7 +33,7 @@ $(MODEL)/complete.json: | $(INSTALLED)
 	$(BIN)/python -m capture.checkpoints smollm2 $(MODEL)
 
 demo: install model ## capture the example prompts, read a slice, draw a pattern
-	@PATH="$(CURDIR)/$(BIN):$$PATH" .ci/demo
+	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check .
