@@ -1,7 +1,8 @@
 """Write the exact locks under .ci/locks/ from what is installed, following pyproject's extras.
 
-Run it in an environment in which everything works: `.venv/bin/python .ci/lock.py`. It keeps what
-something needs, at the version found, and refuses a version that pyproject or a package excludes.
+Run it in an environment in which everything works: `.venv/bin/python .ci/lock.py [PROFILE ...]`. It
+keeps what something needs, at the version found, and refuses a version that pyproject or a package
+excludes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def main() -> None:
     installed = {canonicalize_name(d.metadata["Name"]): d for d in metadata.distributions()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     python = f"py{sys.version_info.major}{sys.version_info.minor}"
-    for profile, extras in PROFILES.items():
+    for profile in sys.argv[1:] or PROFILES:
+        extras = PROFILES[profile]
         asked = [*project["dependencies"], *BESIDES[profile]]
         for extra in extras:
             asked += project["optional-dependencies"][extra]

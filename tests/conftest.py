@@ -20,6 +20,8 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Ray's object store holds no tensors here; do not let a small /dev/shm stop the tests.
     "RAY_OBJECT_STORE_ALLOW_SLOW_STORAGE": "1",
+    # Ranks talk through /dev/shm: ten chunks of this size, so that 64 MB of it are enough.
+    "VLLM_MQ_MAX_CHUNK_BYTES_MB": "2",
     "MPLBACKEND": "Agg",
 }
 for _name, _value in _ENVIRONMENT.items():
