@@ -75,6 +75,8 @@ class PromptsConfig(Section):
     token_ids_column: Annotated[str | None, FROZEN] = None
     messages_column: Annotated[str | None, FROZEN] = None
     """Chat messages, put through the tokenizer's chat template."""
+    add_generation_prompt: Annotated[bool, FROZEN] = False
+    """Whether a chat ends with the opening of the assistant's turn."""
     special_tokens: Annotated[SpecialTokens, FROZEN] = SpecialTokens.MODEL
     too_long: Annotated[TooLong, FROZEN] = TooLong.FAIL
     limit: Annotated[int | None, Field(ge=1), FROZEN] = None
@@ -257,7 +259,7 @@ class RunConfig(Section):
         )
 
     def location(self) -> StoreLocation:
-        """Return where the run lives; a local path is made absolute, since workers start elsewhere."""
+        """Return where the run lives; local paths absolute, since workers start elsewhere."""
         url = self.output if "://" in self.output else str(Path(self.output).absolute())
         return StoreLocation(url=url, options=dict(self.storage_options))
 

@@ -30,9 +30,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     except OSError as error:
         raise ConfigError(f"cannot read the config {name}: {error.strerror or error}") from error
     if len(data) > MAX_CONFIG_BYTES:
-        raise ConfigError(
-            f"{name} is {len(data)} bytes, not a config; give the path of a YAML file"
-        )
+        raise ConfigError(f"{name} is {len(data)} bytes long; give the path of a YAML file")
     try:
         body = yaml.safe_load(data)
     except (yaml.YAMLError, UnicodeDecodeError) as error:

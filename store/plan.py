@@ -7,20 +7,18 @@ is extended gets another segment. It never knows a model or a tokenizer: token i
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Sequence
 from itertools import pairwise
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from store import keys
 from store.checksum import crc32c, hex_crc32c
-from store.errors import DamagedObject, FormatError, ObjectExists, ObjectNotFound
+from store.errors import DamagedObject, FormatError, ObjectNotFound
 from store.objects.protocol import ObjectStore
-from store.run_format import PlanFile, PlanInput, PlanManifest
+from store.run_format import PlanFile, PlanManifest
 from store.sealed_json import MAX_JSON_BYTES
 
 PROMPT_FIELDS = pa.schema(
@@ -45,58 +43,9 @@ UNIT_FIELDS = pa.schema(
 )
 """Columns of a units table: contiguous prompts, numbered over the whole run."""
 
-ROWS_PER_FILE = 100_000
 MAX_FILE_BYTES = 4 << 30
 MANIFEST = "manifest.json"
 _SEGMENT_MANIFEST = re.compile(r"plan/(\d{4,})/manifest\.json")
-
-
-def write_segment(
-    objects: ObjectStore,
-    *,
-    run_id: str,
-    segment: int,
-    prompts: pa.Table,
-    units: pa.Table,
-    inputs: Sequence[PlanInput] = (),
-    plan_hash: str | None = None,
-) -> PlanManifest:
-    """Write one segment and return its manifest; safe to repeat with the same tables.
-
-    `prompts` has `PROMPT_FIELDS` and then any metadata columns; `units` has `UNIT_FIELDS` and
-    covers the prompts in order. Raises `FormatError` for tables that do not fit together or if
-    another plan holds the segment. `plan_hash` is `hash_of_plan` unless the caller has a better
-    one.
-    """
-    _check_tables(prompts, units)
-    prefix = keys.plan_prefix(segment)
-    first_unit, first_prompt = units["unit"][0].as_py(), units["first_prompt"][0].as_py()
-    manifest = PlanManifest(
-        run_id=run_id,
-        segment=segment,
-        first_prompt=first_prompt,
-        num_prompts=prompts.num_rows,
-        num_tokens=pc.sum(units["num_tokens"]).as_py(),
-        first_unit=first_unit,
-        num_units=units.num_rows,
-        plan_hash=plan_hash or hash_of_plan(prompts, units),
-        inputs=list(inputs),
-        prompts=_write_table(objects, prefix, "prompts", prompts),
-        units=_write_table(objects, prefix, "units", units),
-    )
-    objects.sync(prefix)
-    try:
-        objects.create(prefix + MANIFEST, manifest.to_bytes())
-    except ObjectExists:
-        existing = read_manifest(objects, segment)
-        if existing.plan_hash != manifest.plan_hash or existing.run_id != run_id:
-            raise FormatError(
-                f"plan segment {segment} holds another plan ({existing.plan_hash[:12]}, this one "
-                "is "
-                f"{manifest.plan_hash[:12]}); use another run location"
-            ) from None
-        return existing
-    return manifest
 
 
 def read_manifest(objects: ObjectStore, segment: int) -> PlanManifest:
@@ -139,56 +88,40 @@ def read_units(objects: ObjectStore, manifest: PlanManifest) -> pa.Table:
     return _read_table(objects, manifest, manifest.units, None)
 
 
-def hash_of_plan(prompts: pa.Table, units: pa.Table) -> str:
-    """Return a sha256 over ids, token ids and units; independent of how Parquet stores them."""
-    digest = hashlib.sha256()
-    for batch in prompts.select(["prompt_id", "token_ids", "plan_reason"]).to_batches(
-        max_chunksize=4096
-    ):
-        for row in batch.to_pylist():
-            digest.update(repr((row["prompt_id"], row["token_ids"], row["plan_reason"])).encode())
-    for row in units.select(UNIT_FIELDS.names).to_pylist():
-        digest.update(repr(tuple(row.values())).encode())
-    return digest.hexdigest()
+def read_prompt_range(
+    objects: ObjectStore,
+    manifest: PlanManifest,
+    first_prompt: int,
+    num_prompts: int,
+    columns: Sequence[str],
+) -> pa.Table:
+    """Return `num_prompts` prompts from run-wide number `first_prompt`, reading only their files.
 
-
-def _check_tables(prompts: pa.Table, units: pa.Table) -> None:
-    for table, fields in ((prompts, PROMPT_FIELDS), (units, UNIT_FIELDS)):
-        for field in fields:
-            if (
-                field.name not in table.column_names
-                or table.schema.field(field.name).type != field.type
-            ):
-                raise FormatError(f"a plan needs the column {field.name} of type {field.type}")
-    if not units.num_rows:
-        raise FormatError("a plan segment needs at least one unit")
-    expected = units["first_prompt"][0].as_py()
-    first_unit = units["unit"][0].as_py()
-    for place, row in enumerate(units.to_pylist()):
-        if row["unit"] != first_unit + place or row["first_prompt"] != expected:
-            raise FormatError(f"unit {row['unit']} does not follow the units before it")
-        expected += row["num_prompts"]
-    if expected - units["first_prompt"][0].as_py() != prompts.num_rows:
+    Raises `FormatError` where the segment does not hold all of them.
+    """
+    start, parts = manifest.first_prompt, []
+    for place, file in enumerate(manifest.prompts):
+        low = max(first_prompt, start)
+        high = min(first_prompt + num_prompts, start + file.rows)
+        if low < high:
+            part = read_prompt_file(objects, manifest, place, columns)
+            parts.append(part.slice(low - start, high - low))
+        start += file.rows
+    found = sum(part.num_rows for part in parts)
+    if found != num_prompts:
         raise FormatError(
-            f"the units cover {expected} prompts up to there, the table has {prompts.num_rows}"
+            f"plan segment {manifest.segment} holds {found} of the {num_prompts} prompts from "
+            f"{first_prompt}; run `attnstore verify`"
         )
+    return pa.concat_tables(parts, promote_options="permissive")
 
 
-def _write_table(objects: ObjectStore, prefix: str, stem: str, table: pa.Table) -> list[PlanFile]:
-    files = []
-    for number, start in enumerate(range(0, max(table.num_rows, 1), ROWS_PER_FILE)):
-        part = table.slice(start, ROWS_PER_FILE)
-        sink = pa.BufferOutputStream()
-        pq.write_table(part, sink, compression="zstd", row_group_size=16_384)
-        data = sink.getvalue()
-        name = f"{stem}-{number:05d}.parquet"
-        objects.put(prefix + name, [data])
-        files.append(
-            PlanFile(
-                name=name, bytes=len(data), crc32c=hex_crc32c(crc32c(data)), rows=part.num_rows
-            )
-        )
-    return files
+def read_prompt_file(
+    objects: ObjectStore, manifest: PlanManifest, place: int, columns: Sequence[str] | None = None
+) -> pa.Table:
+    """Return the prompts of the segment's file number `place`."""
+    prefix = keys.plan_prefix(manifest.segment)
+    return _read_file(objects, prefix, manifest.prompts[place], columns)
 
 
 def _read_table(

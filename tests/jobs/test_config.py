@@ -76,7 +76,7 @@ def test_a_wrong_config_says_what_and_where(
 
 
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nowhere.yaml"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load_config(tmp_path / "nowhere.yaml")
 
 

@@ -17,7 +17,8 @@ from store.codec import DTYPES, Codec
 from store.commit import CommitResult, commit_unit
 from store.geometry import ArrayGeometry
 from store.objects.protocol import ObjectStore
-from store.plan import PROMPT_FIELDS, UNIT_FIELDS, write_segment
+from store.plan import PROMPT_FIELDS, UNIT_FIELDS
+from store.plan_writer import write_segment
 from store.run_format import (
     ArrayRecord,
     Commit,

@@ -14,7 +14,8 @@ from store.codec import Codec
 from store.commit import commit_unit, committed_units, next_repair, read_commit
 from store.errors import CommitRefused, DamagedObject, FormatError, ObjectNotFound
 from store.objects.local import LocalStore
-from store.plan import read_prompts, read_segments, read_units, write_segment
+from store.plan import read_prompts, read_segments, read_units
+from store.plan_writer import write_segment
 from store.verify import verify_run
 from tests.store.sample_run import (
     RUN_ID,

@@ -1,0 +1,96 @@
+"""What a model folder says of itself before any engine starts: its length limit and a fingerprint.
+
+Reads small JSON files only, never weights. The fingerprint catches a folder whose weights or
+tokenizer were exchanged under the same path: it covers the bytes of every small text file and the
+sizes of all others. A hub name has no folder here; its revision is its identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from jobs.config import ModelConfig
+from jobs.errors import ConfigError
+
+_SMALL_FILE_BYTES = 64 << 20
+_TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+_LENGTH_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+
+
+def max_model_len(model: ModelConfig) -> int:
+    """Return the most tokens of a sequence: the config's, else what the model's own config says.
+
+    Raises `ConfigError` where neither says it.
+    """
+    if model.max_model_len is not None:
+        return model.max_model_len
+    lengths = [
+        found[key] for found in _text_configs(model) for key in _LENGTH_KEYS if found.get(key)
+    ]
+    if not lengths:
+        raise ConfigError(
+            f"the config of {model.path} states no longest sequence; set model.max_model_len"
+        )
+    return int(min(lengths))
+
+
+def vocabulary_size(model: ModelConfig) -> int | None:
+    """Return how many token ids the model's embedding has, where its config says so."""
+    for found in _text_configs(model):
+        if found.get("vocab_size"):
+            return int(found["vocab_size"])
+    return None
+
+
+def fingerprint(model: ModelConfig) -> str:
+    """Return a SHA-256 that changes when the model's local files do; of a hub name, of its name."""
+    digest = hashlib.sha256()
+    for place in dict.fromkeys(filter(None, (model.path, model.tokenizer))):
+        folder = Path(place)
+        if not folder.is_dir():
+            digest.update(f"hub\0{place}\0{model.revision}\0".encode())
+            continue
+        for file in sorted(p for p in folder.rglob("*") if p.is_file()):
+            name = file.relative_to(folder).as_posix()
+            if name.startswith("."):
+                continue
+            size = file.stat().st_size
+            digest.update(f"{name}\0{size}\0".encode())
+            if file.suffix in _TEXT_SUFFIXES and size <= _SMALL_FILE_BYTES:
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _text_configs(model: ModelConfig) -> list[dict[str, Any]]:
+    """The model's config, and the one of its text part for models of several modalities."""
+    file = Path(model.path) / "config.json"
+    if file.is_file():
+        try:
+            body = json.loads(file.read_bytes())
+        except ValueError as error:
+            raise ConfigError(f"{file} is not readable as JSON: {error}") from error
+    else:
+        from transformers import AutoConfig
+
+        try:
+            body = AutoConfig.from_pretrained(
+                model.path,
+                revision=model.revision,
+                trust_remote_code=model.trust_remote_code,
+            ).to_dict()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"there is no model at {model.path!r}: {error}") from error
+    inner = body.get("text_config")
+    return [inner, body] if isinstance(inner, dict) else [body]
