@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 from store import keys
 from store.codec import Codec
-from store.errors import CommitRefused, DamagedObject, FormatError, ObjectExists, ObjectNotFound
+from store.errors import (
+    CommitRefused,
+    DamagedObject,
+    FormatError,
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+)
 from store.geometry import CHECKSUM_BYTES, ArrayGeometry
 from store.objects.protocol import ObjectStore
 from store.run_format import ArrayRecord, Commit, Outcome
@@ -54,7 +61,21 @@ def commit_unit(objects: ObjectStore, commit: Commit) -> CommitResult:
     except ObjectExists:
         holder = read_commit(objects, key).attempt
         return CommitResult(won=holder == commit.attempt, attempt=holder)
+    except StoreError:
+        # The answer may have been lost after the commit took effect: look before giving up.
+        holder = _holder_after_failure(objects, key)
+        if holder is None:
+            raise
+        return CommitResult(won=holder == commit.attempt, attempt=holder)
     return CommitResult(won=True, attempt=commit.attempt)
+
+
+def _holder_after_failure(objects: ObjectStore, key: str) -> str | None:
+    try:
+        objects.size(key)
+    except StoreError:
+        return None
+    return read_commit(objects, key).attempt
 
 
 def committed_units(objects: ObjectStore) -> dict[int, str]:

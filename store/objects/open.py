@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from store.errors import StoreError
+from store.objects.fsspec_store import FsspecStore
 from store.objects.local import LocalStore
+from store.objects.obstore_store import SCHEMES, ObstoreStore
 from store.objects.protocol import ObjectStore
 
 
@@ -22,7 +23,7 @@ def open_store(
 ) -> ObjectStore:
     """Return the object store rooted at `url`: a local path or any URL. Opens no connection yet.
 
-    Raises `StoreError` for a URL that no back end serves.
+    A URL that no back end serves raises `StoreError` at the first use.
     """
     text = os.fspath(url)
     scheme = urlsplit(text).scheme if "://" in text else ""
@@ -30,4 +31,6 @@ def open_store(
         return LocalStore(Path(text).expanduser())
     if scheme == "file":
         return LocalStore(unquote(urlsplit(text).path))
-    raise StoreError(f"no back end for {scheme}:// URLs{' with options' if options else ''}")
+    if scheme in SCHEMES and "::" not in text:
+        return ObstoreStore(text, options)
+    return FsspecStore(text, options)
