@@ -72,11 +72,11 @@ def pattern(
 ) -> Float32:
     """Return the attention pattern, float32 [N, Q, K]; the softmax runs over all rows of `rot_k`.
 
-    `rot_k` must hold every position up to the last query, else the denominators would be wrong:
+    `rot_k` must hold every position that a query can see, else the denominators would be wrong:
     `ValueError`. `keys` picks the columns that are returned (indices into `rot_k`'s rows) and does
     not change the values. Rows of layers with sinks sum to less than 1 and are not renormalised.
     """
-    _require_every_key(rot_q.positions, rot_k.positions)
+    _require_every_key(semantics, rot_q.positions, rot_k.positions)
     columns = slice(None) if keys is None else keys
     num_columns = len(rot_k.positions) if keys is None else len(keys)
     out_NQK = np.empty((len(rot_q.heads), len(rot_q.positions), num_columns), np.float32)
@@ -150,13 +150,15 @@ def _softmax_in_place(scores_QK: Float32, sink: float | None) -> None:
     scores_QK /= total_Q1
 
 
-def _require_every_key(q_pos: Positions, k_pos: Positions) -> None:
+def _require_every_key(semantics: LayerSemantics, q_pos: Positions, k_pos: Positions) -> None:
     if len(q_pos) == 0:
         return
+    window = semantics.sliding_window
+    first = 0 if window is None else max(0, int(q_pos.min()) - window + 1)
     last = int(q_pos.max())
-    have = k_pos[k_pos <= last]
-    if len(have) != last + 1 or not np.array_equal(np.sort(have), np.arange(last + 1)):
+    have = np.unique(k_pos[(k_pos >= first) & (k_pos <= last)])
+    if len(have) != last - first + 1:
         raise ValueError(
-            f"a pattern up to position {last} needs the keys of all positions 0..{last}, "
+            f"a pattern up to position {last} needs the keys of all positions {first}..{last}, "
             f"got {len(have)} of them"
         )

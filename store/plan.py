@@ -77,10 +77,17 @@ def read_segments(objects: ObjectStore) -> list[PlanManifest]:
 
 
 def read_prompts(
-    objects: ObjectStore, manifest: PlanManifest, columns: Sequence[str] | None = None
+    objects: ObjectStore,
+    manifest: PlanManifest,
+    columns: Sequence[str] | None = None,
+    *,
+    without: Sequence[str] = (),
 ) -> pa.Table:
-    """Return a segment's prompts in plan order, all columns or the named ones."""
-    return _read_table(objects, manifest, manifest.prompts, columns)
+    """Return a segment's prompts in plan order: all columns or the named ones, never `without`.
+
+    Every file is read and checked whole; the columns decide what stays in memory.
+    """
+    return _read_table(objects, manifest, manifest.prompts, columns, without)
 
 
 def read_units(objects: ObjectStore, manifest: PlanManifest) -> pa.Table:
@@ -129,15 +136,19 @@ def _read_table(
     manifest: PlanManifest,
     files: Sequence[PlanFile],
     columns: Sequence[str] | None,
+    without: Sequence[str] = (),
 ) -> pa.Table:
-    tables = [
-        _read_file(objects, keys.plan_prefix(manifest.segment), file, columns) for file in files
-    ]
+    prefix = keys.plan_prefix(manifest.segment)
+    tables = [_read_file(objects, prefix, file, columns, without) for file in files]
     return pa.concat_tables(tables, promote_options="permissive")
 
 
 def _read_file(
-    objects: ObjectStore, prefix: str, file: PlanFile, columns: Sequence[str] | None
+    objects: ObjectStore,
+    prefix: str,
+    file: PlanFile,
+    columns: Sequence[str] | None,
+    without: Sequence[str],
 ) -> pa.Table:
     name = prefix + keys.checked_name(file.name)
     if file.bytes > MAX_FILE_BYTES:
@@ -155,9 +166,9 @@ def _read_file(
             f"{file.bytes} and {file.crc32c}; run `attnstore verify`"
         )
     try:
-        table = pq.read_table(
-            pa.BufferReader(data), columns=None if columns is None else list(columns)
-        )
+        names = columns or pq.read_schema(pa.BufferReader(data)).names
+        kept = [column for column in names if column not in without]
+        table = pq.read_table(pa.BufferReader(data), columns=kept)
     except (pa.ArrowException, OSError) as error:
         raise FormatError(f"{name} is not readable as Parquet: {error}") from error
     if table.num_rows != file.rows:

@@ -15,20 +15,18 @@ Legend: L layers, H heads and T tokens (rows) of the answer [L, H, T, D].
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from store import keys
 from store.codec import Codec
 from store.errors import FormatError
 from store.geometry import CHECKSUM_BYTES, ArrayGeometry
 from store.objects.protocol import ByteRange
 from store.run_format import ArrayRecord
+from store.shard import unpack_chunk_sizes
 
 Indices = NDArray[np.int64]
 
@@ -112,15 +110,9 @@ class ChunkLayout:
             raise FormatError(
                 f"the commit gives no chunk sizes for {shard}; run `attnstore verify`"
             )
-        try:
-            sizes = np.frombuffer(base64.b64decode(encoded, validate=True), "<u4").astype(np.int64)
-        except (ValueError, binascii.Error) as error:
-            raise FormatError(f"the commit's chunk sizes of {shard}: {error}") from error
-        chunks = self.geometry.groups_per_shard * self.geometry.token_chunks_in_shard(token_shard)
-        if len(sizes) != chunks or (chunks and int(sizes.min()) <= CHECKSUM_BYTES):
-            raise FormatError(
-                f"the commit gives {len(sizes)} chunk sizes for {shard} of {chunks} chunks"
-            )
+        sizes = unpack_chunk_sizes(encoded, self.geometry, token_shard, shard).astype(np.int64)
+        if len(sizes) and int(sizes.min()) <= CHECKSUM_BYTES:
+            raise FormatError(f"the commit gives {shard} a chunk of {sizes.min()} bytes")
         return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
 
 
@@ -144,7 +136,7 @@ def plan_chunks(
             token_shard, token_chunk = divmod(chunk, geometry.token_chunks_per_shard)
             for group_of_all, out_heads, in_heads in head_groups:
                 head_shard, group = divmod(group_of_all, geometry.groups_per_shard)
-                shard = keys.shard_key(layout.record.site, (layer, token_shard, head_shard, 0))
+                shard = layout.record.shard_name(layer, token_shard, head_shard)
                 start, length = layout.locate(shard, token_shard, group, token_chunk)
                 chunks.append(
                     ChunkRead(

@@ -1,0 +1,201 @@
+"""Reads parts of one unit's arrays: plan, fetch, check every checksum, put each value in its place.
+
+Knows an object store, an attempt's folder and array records; never knows prompts or labels. A
+chunk that is missing, short or does not match its crc32c raises `DamagedObject`: there is no path
+on which an unread value comes back as zero. Objects are read at the same time, at most
+`max_in_flight_bytes` of them at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store.chunk_cache import ChunkCache
+from store.codec import DTYPES
+from store.errors import DamagedObject, ObjectNotFound
+from store.objects.protocol import ObjectStore
+from store.read_plan import (
+    ChunkLayout,
+    ChunkRead,
+    CostModel,
+    ObjectRead,
+    coalesce,
+    plan_chunks,
+)
+from store.shard import decode_chunk
+
+Indices = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How a run is read; nothing here changes what is read."""
+
+    threads: int = 8
+    max_in_flight_bytes: int = 256 << 20
+    cache_bytes: int = 128 << 20
+    deadline_seconds: float = 600.0
+    cost: CostModel = field(default_factory=CostModel)
+
+
+class ByteBudget:
+    """Lets at most `max_bytes` be in flight; a larger single read goes alone."""
+
+    def __init__(self, max_bytes: int, deadline_seconds: float) -> None:
+        self._max_bytes = max_bytes
+        self._deadline_seconds = deadline_seconds
+        self._used = 0
+        self._freed = threading.Condition()
+
+    def acquire(self, count: int) -> None:
+        """Wait for room. Raises `TimeoutError` after the deadline."""
+        deadline = time.monotonic() + self._deadline_seconds
+        with self._freed:
+            while self._used and self._used + count > self._max_bytes:
+                left = deadline - time.monotonic()
+                if left <= 0 or not self._freed.wait(left):
+                    raise TimeoutError(
+                        f"no room for a read of {count} bytes within {self._deadline_seconds:.0f} s"
+                    )
+            self._used += count
+
+    def release(self, count: int) -> None:
+        """Give room back."""
+        with self._freed:
+            self._used -= count
+            self._freed.notify_all()
+
+
+class ArrayReader:
+    """Reads arrays of any unit of one run through shared threads, cache and byte bound."""
+
+    def __init__(self, objects: ObjectStore, options: ReadOptions) -> None:
+        self._objects = objects
+        self._options = options
+        self._cache = ChunkCache(options.cache_bytes)
+        self._budget = ByteBudget(options.max_in_flight_bytes, options.deadline_seconds)
+        self._pool: ThreadPoolExecutor | None = None
+        self._pool_lock = threading.Lock()
+
+    @property
+    def cache(self) -> ChunkCache:
+        return self._cache
+
+    @property
+    def cost(self) -> CostModel:
+        return self._options.cost
+
+    def read(
+        self,
+        prefix: str,
+        layout: ChunkLayout,
+        layers: Indices,
+        heads: Indices,
+        rows: Indices,
+        *,
+        use_cache: bool = True,
+    ) -> NDArray[Any]:
+        """Return the values [L, H, T, D] of the selection, in its order and the stored dtype.
+
+        `prefix` is the attempt's folder; the selection holds indices into the array. Raises
+        `DamagedObject` naming the object if any chunk is missing, short or altered.
+        """
+        shape = (len(layers), len(heads), len(rows), layout.geometry.head_size)
+        out_LHTD = np.empty(shape, DTYPES[layout.record.dtype])
+        wanted: list[ChunkRead] = []
+        for chunk in plan_chunks(layout, layers, heads, rows):
+            cached = self._cache.get((prefix + chunk.shard, chunk.start)) if use_cache else None
+            if cached is None:
+                wanted.append(chunk)
+            else:
+                _place(cached, chunk, out_LHTD)
+        self._fetch(prefix, layout, coalesce(wanted, self.cost), out_LHTD, use_cache)
+        return out_LHTD
+
+    def map(self, function: Any, items: Sequence[Any]) -> list[Any]:
+        """Return `function` of each item, in order, run on the reading threads."""
+        if len(items) <= 1:
+            return [function(item) for item in items]
+        return list(self._threads().map(function, items))
+
+    def _fetch(
+        self,
+        prefix: str,
+        layout: ChunkLayout,
+        reads: Sequence[ObjectRead],
+        out_LHTD: NDArray[Any],
+        use_cache: bool,
+    ) -> None:
+        def fetch_one(read: ObjectRead) -> None:
+            self._budget.acquire(read.bytes)
+            try:
+                self._fetch_object(prefix, layout, read, out_LHTD, use_cache)
+            finally:
+                self._budget.release(read.bytes)
+
+        self.map(fetch_one, reads)
+
+    def _fetch_object(
+        self,
+        prefix: str,
+        layout: ChunkLayout,
+        read: ObjectRead,
+        out_LHTD: NDArray[Any],
+        use_cache: bool,
+    ) -> None:
+        name = prefix + read.shard
+        try:
+            answers = self._objects.get_ranges(name, [part.range for part in read.ranges])
+        except ObjectNotFound as error:
+            raise DamagedObject(
+                f"{name}: a commit lists it, but it is not there; run `attnstore verify`"
+            ) from error
+        for part, data in zip(read.ranges, answers, strict=True):
+            if len(data) != part.range.length:
+                raise DamagedObject(
+                    f"{name}: {len(data)} bytes where {part.range.length} were asked for; "
+                    "run `attnstore verify`"
+                )
+            view = memoryview(data)
+            for chunk in part.chunks:
+                start = chunk.start - part.range.start
+                stored = view[start : start + chunk.length]
+                values = decode_chunk(
+                    layout.geometry, stored, layout.record.codec, out_LHTD.dtype, name
+                )
+                _place(values, chunk, out_LHTD)
+                if use_cache:
+                    self._cache.put((name, chunk.start), values)
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._pool_lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(
+                    self._options.threads, thread_name_prefix="attnstore-read"
+                )
+            return self._pool
+
+
+def _place(values_gTD: NDArray[Any], chunk: ChunkRead, out_LHTD: NDArray[Any]) -> None:
+    """Copy the wanted part of a chunk to its places in the answer."""
+    in_rows, out_rows = _as_slice(chunk.in_rows), _as_slice(chunk.out_rows)
+    for layer in chunk.out_layers:
+        for out_head, in_head in zip(chunk.out_heads, chunk.in_heads, strict=True):
+            out_LHTD[layer, out_head, out_rows] = values_gTD[in_head, in_rows]
+
+
+def _as_slice(indices: Indices) -> slice | Indices:
+    """Return consecutive ascending indices as a slice, which copies several times faster."""
+    if len(indices) and int(indices[-1]) - int(indices[0]) == len(indices) - 1:
+        first = int(indices[0])
+        if np.array_equal(indices, np.arange(first, first + len(indices))):
+            return slice(first, first + len(indices))
+    return indices

@@ -1,0 +1,336 @@
+"""A run opened for reading: `open_run(url)` and what an analyst asks of it. Needs no torch, no GPU.
+
+Knows names, labels and the run's index; leaves bytes to `store.array_reader` and arithmetic to
+`store.attention`. Everything returned is an `xarray.DataArray` that carries its layer numbers, head
+numbers, positions and token strings, so that a slice can never be mistaken for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import xarray as xr
+from numpy.typing import DTypeLike, NDArray
+
+from store import keys, rebuild, run_card
+from store.array_reader import ArrayReader, ReadOptions
+from store.errors import ObjectNotFound, RunError, RunNotFound, SiteNotFound
+from store.labelled import TokenAxis, label
+from store.objects.open import open_store
+from store.objects.protocol import ObjectStore
+from store.run_format import LayerSemantics, ModelManifest, RunManifest, Site
+from store.run_index import RunIndex
+from store.sealed_json import MAX_JSON_BYTES
+from store.selection import AxisSelection, Choice, select
+from store.site_names import REBUILT, NamedSite, SiteName, resolve
+from store.unit_arrays import PromptArray, UnitArrays
+
+if TYPE_CHECKING:
+    from store.site_view import SiteView
+
+Prompt = str | int
+"""A prompt's id, or its row in `run.prompts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunModel:
+    """The model that a run captured, and what each attention layer of it computes."""
+
+    name: str
+    revision: str | None
+    architecture: str
+    dtype: str
+    hidden_size: int
+    layers: Mapping[int, LayerSemantics]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The sequence that every row of a prompt belongs to: `ids[p]` is the token at position p."""
+
+    prompt: str
+    ids: NDArray[np.int32]
+    strings: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+def open_run(
+    url: str, options: Mapping[str, Any] | None = None, *, reading: ReadOptions | None = None
+) -> Run:
+    """Return the run at `url`, a path or any URL that `store.objects.open` knows.
+
+    `options` go to the object store (credentials, endpoint). Reads the run's two manifests and
+    lists its commits. Raises `RunNotFound` if there is no run.
+    """
+    return Run(open_store(url, options), reading or ReadOptions())
+
+
+class Run:
+    """One run, readable while it is still being written. Safe to use from several threads."""
+
+    def __init__(self, objects: ObjectStore, reading: ReadOptions) -> None:
+        self._objects = objects
+        try:
+            data = objects.get(keys.RUN, max_bytes=MAX_JSON_BYTES)
+        except ObjectNotFound as error:
+            raise RunNotFound(
+                f"there is no run at {objects.url}: it has no {keys.RUN}; check the location"
+            ) from error
+        self._manifest = RunManifest.from_bytes(data, keys.RUN)
+        self._reader = ArrayReader(objects, reading)
+        self._index = RunIndex(objects, self._reader.map)
+        self._arrays = UnitArrays(self._reader)
+        self._model: RunModel | None = None
+        self._prompts: pa.Table | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the run is; carries no credentials."""
+        return self._objects.url
+
+    @property
+    def id(self) -> str:
+        return self._manifest.run_id
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config that the run was started with."""
+        return self._manifest.config
+
+    @property
+    def model(self) -> RunModel:
+        """The captured model. Raises `RunError` while no engine has started yet."""
+        if self._model is None:
+            try:
+                data = self._objects.get(keys.MODEL, max_bytes=MAX_JSON_BYTES)
+            except ObjectNotFound as error:
+                raise RunError(
+                    f"{self.url} has no {keys.MODEL} yet: no engine has started"
+                ) from error
+            self._model = _run_model(self._manifest, ModelManifest.from_bytes(data, keys.MODEL))
+        return self._model
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The captured sites. Where rot_q and rot_k are among them, `pattern` can be read too."""
+        capture = self._manifest.config.get("capture")
+        declared = capture.get("sites") if isinstance(capture, dict) else None
+        if declared:
+            return tuple(str(site) for site in declared)
+        for unit in self._index.committed:
+            commit = self._index.commit(unit)
+            if commit is not None and commit.arrays:
+                return tuple(array.site for array in commit.arrays)
+        return ()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The model's numbers of the captured layers."""
+        capture = self._manifest.config.get("capture")
+        chosen = capture.get("layers") if isinstance(capture, dict) else None
+        return tuple(sorted(chosen)) if chosen else tuple(sorted(self.model.layers))
+
+    @property
+    def prompts(self) -> pa.Table:
+        """The prompts table: prompt_id, num_tokens, status, reason, text, then metadata columns.
+
+        `status` is stored, failed, skipped or pending. The first access reads the plan and every
+        commit; later ones are free until `refresh`.
+        """
+        if self._prompts is None:
+            status, reason = self._index.states()
+            table = self._index.table()
+            first = ["prompt_id", "num_tokens", "text"]
+            more = [c for c in table.column_names if c not in (*first, "plan_reason")]
+            chosen = table.select([*first, *more])
+            chosen = chosen.add_column(2, "status", pa.array(status, pa.string()))
+            self._prompts = chosen.add_column(3, "reason", pa.array(reason, pa.string()))
+        return self._prompts
+
+    def refresh(self) -> Run:
+        """Look again for what was committed since the run was opened; return the run itself."""
+        self._index.refresh()
+        self._prompts = None
+        return self
+
+    def tokens(self, prompt: Prompt) -> Tokens:
+        """Return a planned prompt's token ids and strings. Raises `PromptNotFound`."""
+        place = self._index.locate(prompt)
+        ids, strings = self._index.tokens(place.row)
+        return Tokens(place.prompt_id, ids, tuple(strings))
+
+    def read(
+        self,
+        site: SiteName,
+        *,
+        prompt: Prompt,
+        layer: Choice = None,
+        head: Choice = None,
+        pos: Choice = None,
+        dtype: DTypeLike | None = None,
+    ) -> xr.DataArray:
+        """Return a captured tensor of one prompt, dims `layer head|kv_head pos d_head`.
+
+        Labels: the model's layer numbers, global heads (key-value heads for rot_k and v),
+        positions; negative ones count from the end; a scalar drops its dimension. `dtype` None
+        keeps the stored one (bfloat16 as ml_dtypes). `site` may be `pattern` (then `pos` picks
+        queries) or a TransformerLens name. Raises `SiteNotFound`, `PromptNotFound`,
+        `PromptNotStored`, `SelectionError`, and `DamagedObject` where stored bytes are not what
+        was written.
+        """
+        return self._read(site, prompt, (layer, head, pos), dtype, by_place=False)
+
+    def isel(
+        self,
+        site: SiteName,
+        *,
+        prompt: Prompt,
+        layer: Choice = None,
+        head: Choice = None,
+        pos: Choice = None,
+        dtype: DTypeLike | None = None,
+    ) -> xr.DataArray:
+        """Return the same as `read`, with places along each held axis instead of labels."""
+        return self._read(site, prompt, (layer, head, pos), dtype, by_place=True)
+
+    def pattern(
+        self,
+        prompt: Prompt,
+        layer: Choice = None,
+        head: Choice = None,
+        *,
+        query: Choice = None,
+        key: Choice = None,
+        by_place: bool = False,
+    ) -> xr.DataArray:
+        """Return attention patterns, float32, dims `layer head query_pos key_pos`.
+
+        Rebuilt from rot_q and rot_k by `store.attention`; the softmax always runs over every key,
+        whichever `key` positions are returned. Raises as `read` does.
+        """
+        return self._attention("pattern", prompt, (layer, head, query, key), by_place)
+
+    def scores(
+        self,
+        prompt: Prompt,
+        layer: Choice = None,
+        head: Choice = None,
+        *,
+        query: Choice = None,
+        key: Choice = None,
+        by_place: bool = False,
+    ) -> xr.DataArray:
+        """Return attention scores before the softmax, as `pattern` does; masked ones are -inf."""
+        return self._attention("scores", prompt, (layer, head, query, key), by_place)
+
+    def __getitem__(self, site: SiteName) -> SiteView:
+        """Return a view that has read nothing: `run["z"]`, `run["blocks.12.attn.hook_z"]`."""
+        from store.site_view import SiteView
+
+        return SiteView(self, self._resolve(site))
+
+    def __repr__(self) -> str:
+        return run_card.as_text(self._facts())
+
+    def _repr_html_(self) -> str:
+        return run_card.as_html(self._facts())
+
+    def _facts(self) -> run_card.RunFacts:
+        try:
+            model: RunModel | None = self.model
+            layers = self.layers
+        except RunError:
+            model, layers = None, ()
+        return run_card.RunFacts.gather(
+            self.url,
+            name=_model_field(self._manifest, "path") or "unknown model",
+            dtype=None if model is None else model.dtype,
+            sites=self.sites,
+            layers=layers,
+            semantics=None if model is None else next(iter(model.layers.values()), None),
+            planned=(self._index.num_units, self._index.num_prompts),
+            summaries=self._index.summaries(),
+        )
+
+    def _resolve(self, site: SiteName) -> NamedSite:
+        return resolve(site, self.sites or tuple(Site))
+
+    def _prompt_array(self, prompt: Prompt, site: str) -> PromptArray:
+        return self._arrays.of(self._index.stored(prompt), site)
+
+    def _token_axis(self, array: PromptArray) -> TokenAxis:
+        _, strings = self._index.tokens(array.row)
+        return TokenAxis(array.prompt_id, tuple(strings))
+
+    def _read(
+        self,
+        site: SiteName,
+        prompt: Prompt,
+        choices: tuple[Choice, Choice, Choice],
+        dtype: DTypeLike | None,
+        *,
+        by_place: bool,
+    ) -> xr.DataArray:
+        named = self._resolve(site)
+        layer, head, pos = choices
+        layer = _one_layer(named, layer)
+        if named.site in REBUILT:
+            data = self._attention(named.site, prompt, (layer, head, pos, None), by_place)
+            return data if dtype is None else data.astype(dtype)
+        array = self._prompt_array(prompt, named.site)
+        picked = array.select(layer, head, pos, by_place=by_place, named_layer=named.layer)
+        values = array.read(*(axis.indices for axis in picked))
+        if dtype is not None:
+            values = values.astype(dtype, copy=False)
+        return label(named.site, values, (*picked, "d_head"), self._token_axis(array))
+
+    def _attention(
+        self,
+        kind: str,
+        prompt: Prompt,
+        choices: tuple[Choice, Choice, Choice, Choice],
+        by_place: bool,
+    ) -> xr.DataArray:
+        self._resolve(kind)
+        layer, head, query, key = choices
+        rot_q, rot_k = (self._prompt_array(prompt, site) for site in ("rot_q", "rot_k"))
+        picked: tuple[AxisSelection, ...] = (
+            *rot_q.select(layer, head, None, by_place=by_place)[:2],
+            select("query_pos", rot_q.positions, query, by_place=by_place),
+            select("key_pos", rot_k.positions, key, by_place=by_place),
+        )
+        values = rebuild.attention(kind, self.model.layers, rot_q, rot_k, picked)
+        return label(kind, values, picked, self._token_axis(rot_q))
+
+
+def _one_layer(named: NamedSite, layer: Choice) -> Choice:
+    if named.layer is None:
+        return layer
+    if layer is not None and layer != named.layer:
+        raise SiteNotFound(f"the name says layer {named.layer}, the selection {layer}: give one")
+    return named.layer
+
+
+def _model_field(manifest: RunManifest, name: str) -> str | None:
+    model = manifest.config.get("model")
+    if isinstance(model, str):
+        return model if name == "path" else None
+    value = model.get(name) if isinstance(model, dict) else None
+    return None if value is None else str(value)
+
+
+def _run_model(manifest: RunManifest, model: ModelManifest) -> RunModel:
+    return RunModel(
+        name=_model_field(manifest, "path") or model.architecture,
+        revision=_model_field(manifest, "revision"),
+        architecture=model.architecture,
+        dtype=model.dtype,
+        hidden_size=model.hidden_size,
+        layers={layer.layer: layer for layer in model.layers},
+    )

@@ -1,0 +1,117 @@
+"""What a run says of itself at a glance: its `repr` in a terminal and its card in a notebook.
+
+Knows facts that the run gathered; reads nothing itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from store.run_format import LayerSemantics, Outcome
+from store.run_index import UnitSummary
+from store.selection import describe
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """The facts of a run's card."""
+
+    url: str
+    name: str
+    dtype: str | None
+    sites: tuple[str, ...]
+    layers: tuple[int, ...]
+    heads: str
+    units: tuple[int, int]
+    prompts: dict[str, int]
+    planned_prompts: int
+    bytes: int
+
+    @classmethod
+    def gather(
+        cls,
+        url: str,
+        *,
+        name: str,
+        dtype: str | None,
+        sites: Sequence[str],
+        layers: Sequence[int],
+        semantics: LayerSemantics | None,
+        planned: tuple[int, int],
+        summaries: Sequence[UnitSummary],
+    ) -> RunFacts:
+        """Count what the commits say. `planned` is (units, prompts)."""
+        counts = dict.fromkeys(map(str, Outcome), 0)
+        for summary in summaries:
+            for outcome in summary.outcomes:
+                counts[str(outcome)] += 1
+        heads = ""
+        if semantics is not None:
+            heads = (
+                f"{semantics.num_heads} heads over {semantics.num_kv_heads} kv heads, "
+                f"d_head {semantics.head_size}"
+            )
+        return cls(
+            url=url,
+            name=name,
+            dtype=dtype,
+            sites=tuple(sites),
+            layers=tuple(layers),
+            heads=heads,
+            units=(len(summaries), planned[0]),
+            prompts=counts,
+            planned_prompts=planned[1],
+            bytes=sum(summary.bytes for summary in summaries),
+        )
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the card's lines as (what, value)."""
+        stored = self.prompts[str(Outcome.STORED)]
+        others = [f"{n} {what}" for what, n in self.prompts.items() if n and what != Outcome.STORED]
+        pending = self.planned_prompts - sum(self.prompts.values())
+        if pending:
+            others.append(f"{pending} pending")
+        prompts = f"{stored} of {self.planned_prompts} stored"
+        return [
+            ("model", f"{self.name} ({self.dtype or 'not started'})"),
+            ("sites", ", ".join(self.sites) or "none yet"),
+            ("layers", describe(self.layers) + (f" x {self.heads}" if self.heads else "")),
+            ("prompts", prompts + (f" ({', '.join(others)})" if others else "")),
+            ("units", f"{self.units[0]} of {self.units[1]} committed"),
+            ("bytes", readable_bytes(self.bytes)),
+        ]
+
+
+def as_text(facts: RunFacts) -> str:
+    """Return the card for a terminal."""
+    lines = [f"  {what:<8} {value}" for what, value in facts.rows()]
+    return "\n".join([f"<Run {facts.url}>", *lines])
+
+
+def as_html(facts: RunFacts) -> str:
+    """Return the card for a notebook; everything from the run is escaped."""
+    rows = "".join(
+        f'<tr><th style="text-align:left">{escape(what)}</th>'
+        f'<td style="text-align:left">{escape(value)}</td></tr>'
+        for what, value in facts.rows()
+    )
+    done, planned = facts.units
+    share = 100 * done / planned if planned else 0
+    bar = (
+        '<div style="width:20em;height:.5em;background:#ddd;border-radius:.25em">'
+        f'<div style="width:{share:.1f}%;height:100%;background:#3b76af;border-radius:.25em">'
+        "</div></div>"
+    )
+    return f"<div><b>Run</b> <code>{escape(facts.url)}</code>{bar}<table>{rows}</table></div>"
+
+
+def readable_bytes(count: int) -> str:
+    """Return a byte count with a binary unit, such as `1.4 GiB`."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} PiB"

@@ -1,0 +1,298 @@
+"""Which prompts a run has, which unit holds each, and what became of it.
+
+Knows the plan and the commits; never knows arrays or chunks. The plan is loaded when it is asked
+for, its tokens only a file at a time; commits are listed once, when a run is opened, and read when
+a prompt of theirs is asked for. What is committed later is seen after `refresh`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from store.commit import committed_units, read_commit
+from store.errors import FormatError, PromptNotFound, PromptNotStored
+from store.objects.protocol import ObjectStore
+from store.plan import PROMPT_FIELDS, read_prompts, read_segments, read_units
+from store.run_format import Commit, Outcome, PlanFile, PlanManifest
+
+Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
+
+KEPT_COMMITS = 64
+KEPT_TOKEN_TABLES = 4
+SEARCHED_IDS = 20_000
+TOKEN_COLUMNS = ("token_ids", "token_strings")
+PENDING = "pending"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPlace:
+    """Where a prompt is: its row in the prompts table, its unit, its place in that unit."""
+
+    row: int
+    prompt_id: str
+    unit: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPrompt:
+    """A prompt whose rows are in the run, with the commit that holds them."""
+
+    place: PromptPlace
+    commit: Commit
+    first_row: int
+    positions: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSummary:
+    """What a commit says of its unit, without its objects."""
+
+    unit: int
+    first_prompt: int
+    outcomes: tuple[Outcome, ...]
+    reasons: dict[int, str]
+    bytes: int
+
+
+class RunIndex:
+    """The prompts of one run, by id or by row."""
+
+    def __init__(self, objects: ObjectStore, map_: Mapper) -> None:
+        self._objects = objects
+        self._map = map_
+        self._lock = threading.RLock()
+        self._segments: list[PlanManifest] = []
+        self._table: pa.Table | None = None
+        self._token_tables: OrderedDict[tuple[int, str], pa.Table] = OrderedDict()
+        self._units: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._commit_names: dict[int, str] = {}
+        self._commits: OrderedDict[str, Commit] = OrderedDict()
+        self._summaries: dict[str, UnitSummary] = {}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again for plan segments and commits that were added since."""
+        segments = read_segments(self._objects)
+        names = committed_units(self._objects)
+        with self._lock:
+            if [s.plan_hash for s in segments] != [s.plan_hash for s in self._segments]:
+                self._segments, self._units = segments, None
+                self._table = None
+                self._token_tables.clear()
+            self._commit_names = names
+
+    @property
+    def num_prompts(self) -> int:
+        return sum(segment.num_prompts for segment in self._segments)
+
+    @property
+    def num_units(self) -> int:
+        return sum(segment.num_units for segment in self._segments)
+
+    @property
+    def committed(self) -> list[int]:
+        """The committed units, ascending."""
+        return list(self._commit_names)
+
+    def table(self) -> pa.Table:
+        """Return the prompts table without its token columns, loaded when first asked for."""
+        with self._lock:
+            if self._table is None:
+                parts = [
+                    read_prompts(self._objects, segment, without=TOKEN_COLUMNS)
+                    for segment in self._segments
+                ]
+                for segment, part in zip(self._segments, parts, strict=True):
+                    _check_rows(segment, part.num_rows)
+                self._table = (
+                    pa.concat_tables(parts, promote_options="permissive")
+                    if parts
+                    else pa.schema(
+                        f for f in PROMPT_FIELDS if f.name not in TOKEN_COLUMNS
+                    ).empty_table()
+                )
+            return self._table
+
+    def tokens(self, row: int) -> tuple[NDArray[np.int32], list[str]]:
+        """Return a prompt's token ids and strings; loads the plan file that holds them."""
+        segment, file, within = self._file_of(row)
+        key = (segment.segment, file.name)
+        with self._lock:
+            table = self._token_tables.pop(key, None)
+            if table is None:
+                one_file = segment.model_copy(update={"prompts": [file]})
+                table = read_prompts(self._objects, one_file, columns=TOKEN_COLUMNS)
+            self._token_tables[key] = table
+            while len(self._token_tables) > KEPT_TOKEN_TABLES:
+                self._token_tables.popitem(last=False)
+        ids, strings = (table[name][within] for name in TOKEN_COLUMNS)
+        return np.asarray(ids.values, np.int32), strings.as_py()
+
+    def locate(self, prompt: str | int) -> PromptPlace:
+        """Return the place of a prompt given by its id or its row in the prompts table.
+
+        Raises `PromptNotFound`, naming ids that are spelled nearly so.
+        """
+        row = self._row_of_id(prompt) if isinstance(prompt, str) else self._row_of_number(prompt)
+        prompt_id = self.table()["prompt_id"][row].as_py()
+        units, firsts = self._unit_table()
+        at = int(np.searchsorted(firsts, row, side="right")) - 1
+        return PromptPlace(row, prompt_id, int(units[at]), row - int(firsts[at]))
+
+    def rows_of(self, prompts: Sequence[str | int]) -> NDArray[np.int64]:
+        """Return the rows of many prompts at once. Raises `PromptNotFound` for an unknown one."""
+        ids = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if ids:
+            column = self.table()["prompt_id"]
+            found = pc.index_in(pa.array(ids, column.type), value_set=column)
+            if found.null_count:
+                missing = ids[pc.index(found.is_null(), True).as_py()]
+                self._row_of_id(missing)
+            place = iter(found.to_pylist())
+            rows = [next(place) if isinstance(p, str) else self._row_of_number(p) for p in prompts]
+            return np.asarray(rows, np.int64)
+        return np.asarray([self._row_of_number(p) for p in prompts], np.int64)  # type: ignore[arg-type]
+
+    def stored(self, prompt: str | int) -> StoredPrompt:
+        """Return a prompt's rows.
+
+        Raises `PromptNotFound`, or `PromptNotStored` with the prompt's state and its reason.
+        """
+        place = self.locate(prompt)
+        commit = self.commit(place.unit)
+        if commit is None:
+            done, planned = len(self._commit_names), self.num_units
+            raise PromptNotStored(
+                f"prompt {place.prompt_id!r} is pending: its unit {place.unit} is not committed "
+                f"({done} of {planned} units are); run `attnstore run` again, then call refresh()"
+            )
+        outcomes = commit.prompts
+        if place.place >= len(outcomes.outcome) or commit.first_prompt != place.row - place.place:
+            raise FormatError(
+                f"the commit of unit {place.unit} does not cover prompt row {place.row}; "
+                "run `attnstore verify`"
+            )
+        outcome = outcomes.outcome[place.place]
+        if outcome is not Outcome.STORED:
+            reason = outcomes.reasons.get(str(place.place), "no reason was recorded")
+            raise PromptNotStored(f"prompt {place.prompt_id!r} {_is(outcome)}: {reason}")
+        return StoredPrompt(
+            place, commit, outcomes.first_row[place.place], _positions(commit, place.place)
+        )
+
+    def commit(self, unit: int) -> Commit | None:
+        """Return the commit that counts for a unit, or None while there is none."""
+        name = self._commit_names.get(unit)
+        if name is None:
+            return None
+        with self._lock:
+            kept = self._commits.get(name)
+            if kept is not None:
+                self._commits.move_to_end(name)
+                return kept
+        commit = read_commit(self._objects, name)
+        with self._lock:
+            self._commits[name] = commit
+            self._summaries[name] = _summary(commit)
+            while len(self._commits) > KEPT_COMMITS:
+                self._commits.popitem(last=False)
+        return commit
+
+    def summaries(self) -> list[UnitSummary]:
+        """Return a summary of every committed unit; reads each commit once."""
+        names = list(self._commit_names.items())
+        missing = [unit for unit, name in names if name not in self._summaries]
+        self._map(self.commit, missing)
+        return [self._summaries[name] for _, name in names]
+
+    def states(self) -> tuple[list[str], list[str | None]]:
+        """Return every prompt's status (stored, failed, skipped, pending) and reason, by row."""
+        status: list[str] = [PENDING] * self.num_prompts
+        reason: list[str | None] = [None] * self.num_prompts
+        for summary in self.summaries():
+            first = summary.first_prompt
+            status[first : first + len(summary.outcomes)] = [str(o) for o in summary.outcomes]
+            for place, why in summary.reasons.items():
+                reason[first + place] = why
+        return status, reason
+
+    def _row_of_number(self, prompt: int) -> int:
+        total = self.num_prompts
+        row = int(prompt)
+        if isinstance(prompt, bool) or not -total <= row < total:
+            raise PromptNotFound(
+                f"there is no prompt row {prompt}; the run has rows 0..{total - 1}"
+            )
+        return row % total
+
+    def _row_of_id(self, prompt: str) -> int:
+        row = int(pc.index(self.table()["prompt_id"], prompt).as_py())
+        if row >= 0:
+            return row
+        some = self.table()["prompt_id"].slice(0, SEARCHED_IDS).to_pylist()
+        near = difflib.get_close_matches(prompt, some, 3, 0.5) or some[:3]
+        raise PromptNotFound(
+            f"there is no prompt {prompt!r} in the run; nearest: {', '.join(map(repr, near))}; "
+            f"run.prompts lists all {self.num_prompts}"
+        )
+
+    def _unit_table(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        with self._lock:
+            if self._units is None:
+                tables = [read_units(self._objects, segment) for segment in self._segments]
+                parts = [t.select(["unit", "first_prompt"]) for t in tables]
+                table = pa.concat_tables(parts).sort_by("first_prompt")
+                unit, first = (
+                    np.asarray(table[name].to_numpy(), np.int64)
+                    for name in ("unit", "first_prompt")
+                )
+                self._units = (unit, first)
+            return self._units
+
+    def _file_of(self, row: int) -> tuple[PlanManifest, PlanFile, int]:
+        for segment in self._segments:
+            within = row - segment.first_prompt
+            if within < segment.num_prompts:
+                for file in segment.prompts:
+                    if within < file.rows:
+                        return segment, file, within
+                    within -= file.rows
+        raise PromptNotFound(f"there is no prompt row {row}; the run has {self.num_prompts}")
+
+
+def _check_rows(segment: PlanManifest, rows: int) -> None:
+    if rows != segment.num_prompts:
+        raise FormatError(
+            f"plan segment {segment.segment} has {rows} prompts, its manifest says "
+            f"{segment.num_prompts}; run `attnstore verify`"
+        )
+
+
+def _positions(commit: Commit, place: int) -> NDArray[np.int64]:
+    first = commit.prompts.first_position[place]
+    return np.arange(first, first + commit.prompts.num_rows[place], dtype=np.int64)
+
+
+def _summary(commit: Commit) -> UnitSummary:
+    return UnitSummary(
+        unit=commit.unit,
+        first_prompt=commit.first_prompt,
+        outcomes=tuple(commit.prompts.outcome),
+        reasons={int(place): why for place, why in commit.prompts.reasons.items()},
+        bytes=sum(record.bytes for record in commit.objects),
+    )
+
+
+def _is(outcome: Outcome) -> str:
+    return "failed" if outcome is Outcome.FAILED else "was skipped"

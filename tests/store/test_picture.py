@@ -1,0 +1,66 @@
+"""The picture of a pattern: labels, thinning, refusals, and that it shows what it was given."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import xarray as xr
+from matplotlib.image import imread
+
+from store.picture import MAX_LABELS, draw_pattern, tick_places, visible_token
+
+
+def pattern(tokens: list[str]) -> xr.DataArray:
+    size = len(tokens)
+    values_QK = np.tril(np.full((size, size), 1 / max(size, 1), np.float32))
+    labels = np.array(tokens, object)
+    places = np.arange(size)
+    return xr.DataArray(
+        values_QK,
+        dims=("query_pos", "key_pos"),
+        coords={
+            "query_pos": places,
+            "key_pos": places,
+            "query_token": ("query_pos", labels),
+            "key_token": ("key_pos", labels),
+            "layer": 3,
+            "head": 5,
+            "prompt": "p$\\frac$x",
+        },
+    )
+
+
+@pytest.mark.parametrize("size", [1, 9, 70])
+def test_draws_a_png(tmp_path, size: int) -> None:
+    tokens = [" The", "\n", "東", "🙂", "$\\frac$", "नम", "", "a" * 40, "\x00"]
+    path = draw_pattern(
+        pattern((tokens * 8)[:size]), tmp_path / "deep" / "a.png", model="some/model"
+    )
+    image = imread(path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert image.shape[0] > 400
+    assert image.shape[1] > 400
+    assert len(np.unique(image[..., :3].reshape(-1, 3), axis=0)) > 10
+
+
+def test_tokens_are_made_visible() -> None:
+    assert visible_token(" the") == "·the"
+    assert visible_token("\n\t") == "↵⇥"
+    assert visible_token("") == "∅"
+    assert visible_token("\x07") == "‹7›"
+    assert len(visible_token("x" * 50)) == 14
+
+
+def test_ticks_are_thinned_above_the_limit() -> None:
+    assert tick_places(MAX_LABELS).tolist() == list(range(MAX_LABELS))
+    for count in (MAX_LABELS + 1, 1000, 4097):
+        places = tick_places(count)
+        assert len(places) <= MAX_LABELS
+        assert len(set(np.diff(places))) == 1
+
+
+def test_refuses_what_is_not_one_head() -> None:
+    with pytest.raises(ValueError, match="pick one layer and one head"):
+        draw_pattern(pattern(["a"]).expand_dims("head"), "x.png", model="m")
+    with pytest.raises(ValueError, match="no entries"):
+        draw_pattern(pattern([]), "x.png", model="m")

@@ -1,0 +1,270 @@
+"""Everything a run answers, against the arrays that were written. Two ranks, several units."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from store import keys
+from store.codec import Codec
+from store.errors import (
+    DamagedObject,
+    PromptNotFound,
+    PromptNotStored,
+    RunNotFound,
+    SelectionError,
+    SiteNotFound,
+)
+from store.objects.local import LocalStore
+from store.run import Run, open_run
+from tests.store.sample_run import SampleShape, SampleUnit, capture, sample_units, write_manifests
+
+LENGTHS = [[300, 0, 7], [1, 520, 33], [40]]
+PENDING_UNIT = 2
+KINDS = [("float32", Codec.RAW), ("bfloat16", Codec.RAW), ("bfloat16", Codec.SMALL)]
+
+Truth = dict[str, dict[str, np.ndarray[Any, Any]]]
+
+
+def shape_of(dtype: str = "float32", codec: Codec = Codec.RAW) -> SampleShape:
+    return SampleShape(num_layers=3, dtype=dtype, codec=codec, ranks=2)
+
+
+def truth_of(units: list[SampleUnit]) -> Truth:
+    """prompt id -> site -> [L, H, T, D]"""
+    found: Truth = {}
+    for unit in units:
+        row = 0
+        for place, length in enumerate(unit.lengths):
+            found[f"p{unit.first_prompt + place}"] = {
+                site: values[:, row : row + length].swapaxes(1, 2)
+                for site, values in unit.arrays.items()
+            }
+            row += length
+    return found
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}")
+def sample(request, tmp_path_factory) -> tuple[Run, Truth]:
+    folder = tmp_path_factory.mktemp("run")
+    objects, shape = LocalStore(folder), shape_of(*request.param)
+    units = sample_units(shape, LENGTHS)
+    write_manifests(objects, shape, LENGTHS)
+    for unit in units[:PENDING_UNIT]:
+        capture(objects, shape, unit)
+    return open_run(str(folder)), truth_of(units)
+
+
+def choices(size: int) -> st.SearchStrategy[Any]:
+    ints = st.integers(-size, size - 1)
+    bounds = st.none() | st.integers(-size - 2, size + 2)
+    steps = st.none() | st.integers(-3, 3).filter(bool)
+    return st.none() | ints | st.lists(ints, max_size=5) | st.builds(slice, bounds, bounds, steps)
+
+
+def take(values: np.ndarray[Any, Any], picks: tuple[Any, ...]) -> np.ndarray[Any, Any]:
+    """Plain numpy's answer to a selection along each leading axis; scalars drop theirs."""
+    scalar_axes = []
+    for axis, pick in enumerate(picks):
+        if pick is None:
+            continue
+        index = [pick] if isinstance(pick, int) else pick
+        if isinstance(pick, int):
+            scalar_axes.append(axis)
+        places = np.arange(values.shape[axis])[index if index != [] else slice(0, 0)]
+        values = np.take(values, places, axis=axis)
+    return values.squeeze(axis=tuple(scalar_axes))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_every_selection_is_plain_numpys(sample: tuple[Run, Truth], data: st.DataObject) -> None:
+    run, truth = sample
+    prompt = data.draw(st.sampled_from(["p0", "p2", "p3", "p4", "p5"]))
+    site = data.draw(st.sampled_from(["rot_q", "rot_k", "v", "z"]))
+    whole = truth[prompt][site]
+    picks = tuple(data.draw(choices(size)) for size in whole.shape[:3])
+    layer, head, pos = picks
+    for read in (run.read, run.isel):
+        got = read(site, prompt=prompt, layer=layer, head=head, pos=pos)
+        want = take(whole, picks)
+        assert got.dtype == want.dtype
+        assert got.shape == want.shape
+        assert got.values.tobytes() == np.ascontiguousarray(want).tobytes()
+
+
+def test_dims_coordinates_and_tokens(sample: tuple[Run, Truth]) -> None:
+    run, truth = sample
+    got = run.read("z", prompt="p4", layer=[2, 0], head=3, pos=slice(510, 600))
+    assert got.dims == ("layer", "pos", "d_head")
+    assert got.layer.values.tolist() == [2, 0]
+    assert int(got.coords["head"]) == 3
+    assert got.pos.values.tolist() == list(range(510, 520))
+    assert got.token.values.tolist() == [f"t{i}" for i in range(510, 520)]
+    assert got.coords["prompt"].item() == "p4"
+    assert run.read("v", prompt=4).dims == ("layer", "kv_head", "pos", "d_head")
+    as_float = run.read("z", prompt=-3, layer=0, dtype="float32")
+    assert as_float.dtype == np.float32
+    np.testing.assert_array_equal(as_float.values, truth["p4"]["z"][0].astype(np.float32))
+
+
+def test_z_is_pattern_times_v_head_by_head(tmp_path) -> None:
+    shape = shape_of()
+    objects, units = LocalStore(tmp_path), sample_units(shape, LENGTHS)
+    share = shape.num_heads // shape.num_kv_heads
+    for unit in units:
+        row = 0
+        for length in unit.lengths:
+            rows = slice(row, row + length)
+            q, k, v = (unit.arrays[s][:, rows].astype(float) for s in ("rot_q", "rot_k", "v"))
+            for layer in range(shape.num_layers):
+                for head in range(shape.num_heads):
+                    weights = naive_pattern(q[layer, :, head], k[layer, :, head // share])
+                    unit.arrays["z"][layer, rows, head] = weights @ v[layer, :, head // share]
+            row += length
+    write_manifests(objects, shape, LENGTHS)
+    for unit in units:
+        capture(objects, shape, unit)
+    run = open_run(str(tmp_path))
+    for prompt in ("p0", "p2", "p3", "p4", "p6"):
+        pattern_LNQK = run.pattern(prompt).values
+        v_LNTD = np.repeat(run.read("v", prompt=prompt).values, share, axis=1)
+        z = run.read("z", prompt=prompt).values
+        np.testing.assert_allclose(pattern_LNQK @ v_LNTD, z, atol=2e-6)
+
+
+def naive_pattern(q_TD: np.ndarray[Any, Any], k_TD: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    tokens, size = q_TD.shape
+    scores = q_TD @ k_TD.T / math.sqrt(size)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True, initial=0))
+    weights[np.triu_indices(tokens, 1)] = 0
+    return weights / weights.sum(axis=1, keepdims=True)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_parts_of_patterns_are_parts_of_the_whole(
+    sample: tuple[Run, Truth], data: st.DataObject
+) -> None:
+    run, truth = sample
+    q, k = (truth["p5"][site].astype(np.float64) for site in ("rot_q", "rot_k"))
+    whole = np.stack([[naive_pattern(q[n, h], k[n, h // 2]) for h in range(4)] for n in range(3)])
+    picks = tuple(data.draw(choices(size)) for size in whole.shape)
+    layer, head, query, key = picks
+    got = run.pattern("p5", layer, head, query=query, key=key)
+    want = take(whole, picks)
+    assert got.shape == want.shape
+    np.testing.assert_allclose(got.values, want, atol=3e-6)
+    scores = run.scores("p5", layer, head, query=query, key=key).values
+    assert (np.isneginf(scores) == (want == 0)).all()
+
+
+def test_transformer_lens_names_and_lazy_views(sample: tuple[Run, Truth]) -> None:
+    run, _ = sample
+    z = run.read("z", prompt="p2", layer=1, dtype="float32")
+    for name in ("blocks.1.attn.hook_z", ("z", 1)):
+        assert run.read(name, prompt="p2", dtype="float32").identical(z)
+    lazy = run["blocks.1.attn.hook_z"]
+    assert lazy.sel(prompt="p2", dtype="float32").identical(z)
+    first = run["z"].isel(prompt="p2", layer=1, pos=slice(0, 2), dtype="float32")
+    assert first.identical(z.isel(pos=slice(0, 2)))
+    pattern = run.pattern("p2", 1, 2)
+    assert run["blocks.1.attn.hook_pattern"].sel(prompt="p2", head=2).identical(pattern)
+    assert run.read("blocks.1.attn.hook_attn_scores", prompt="p2", head=2).identical(
+        run.scores("p2", 1, 2)
+    )
+    assert "kv_head: 2, pos: tokens, d_head: 16" in repr(run["v"])
+    with pytest.raises(SiteNotFound, match="before the rotary embedding"):
+        run.read("blocks.1.attn.hook_q", prompt="p2")
+    with pytest.raises(SiteNotFound, match=r"layer 1, the selection 2"):
+        run.read(("z", 1), prompt="p2", layer=2)
+    with pytest.raises(TypeError, match="has no dimension query_pos"):
+        run["z"].sel(prompt="p2", query_pos=1)
+
+
+def test_errors_name_the_nearest_and_say_the_state(sample: tuple[Run, Truth]) -> None:
+    run, _ = sample
+    with pytest.raises(SiteNotFound, match="did you mean rot_q"):
+        run.read("rotq", prompt="p0")
+    with pytest.raises(SiteNotFound, match="layer 3 is not there; nearest: 1 and 2"):
+        run.read("z", prompt="p0", layer=3)
+    with pytest.raises(SiteNotFound, match="which several query heads share"):
+        run.read("rot_k", prompt="p0", head=3)
+    with pytest.raises(SelectionError, match="pos 7 is not there"):
+        run.read("z", prompt="p2", pos=7)
+    with pytest.raises(PromptNotFound, match="nearest: 'p4'"):
+        run.read("z", prompt="p4x")
+    with pytest.raises(PromptNotFound, match=r"rows 0..6"):
+        run.read("z", prompt=7)
+    with pytest.raises(PromptNotStored, match="'p1' failed: empty prompt"):
+        run.read("z", prompt="p1")
+    with pytest.raises(PromptNotStored, match=r"pending: its unit 2 is not committed \(2 of 3"):
+        run.pattern("p6", 0, 0)
+
+
+def test_the_prompts_table_and_tokens(sample: tuple[Run, Truth]) -> None:
+    run, _ = sample
+    table = run.prompts
+    assert table.column_names == ["prompt_id", "num_tokens", "status", "reason", "text", "split"]
+    assert table["status"].to_pylist() == ["stored", "failed", *["stored"] * 4, "pending"]
+    assert table["reason"].to_pylist()[1] == "empty prompt"
+    tokens = run.tokens("p2")
+    assert tokens.ids.tolist() == list(range(7))
+    assert tokens.strings[:2] == ("t0", "t1")
+    assert len(run.tokens("p6")) == 40
+
+
+def test_repr_says_what_is_there(sample: tuple[Run, Truth]) -> None:
+    run, _ = sample
+    text = repr(run)
+    assert "5 of 7 stored (1 failed, 1 pending)" in text
+    assert "2 of 3 committed" in text
+    assert "rot_q, rot_k, v, z" in text
+    assert "4 heads over 2 kv heads, d_head 16" in text
+    assert run.url in run._repr_html_()
+
+
+def test_refresh_sees_what_was_committed_since(tmp_path) -> None:
+    objects, shape = LocalStore(tmp_path), shape_of()
+    units = sample_units(shape, LENGTHS)
+    write_manifests(objects, shape, LENGTHS)
+    run = open_run(str(tmp_path))
+    assert run.prompts["status"].to_pylist() == ["pending"] * 7
+    for unit in units:
+        capture(objects, shape, unit)
+    with pytest.raises(PromptNotStored):
+        run.read("z", prompt="p6")
+    assert run.refresh().read("z", prompt="p6").shape == (3, 4, 40, 16)
+
+
+def test_no_run_here(tmp_path) -> None:
+    with pytest.raises(RunNotFound, match="there is no run"):
+        open_run(str(tmp_path))
+
+
+def _shard(folder, site: str = "z") -> Any:
+    return folder / keys.attempt_prefix(0, "a0") / f"{site}/c/1/0/0/0"
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "flipped"])
+def test_damage_raises_and_is_never_zeros(tmp_path, damage: str) -> None:
+    objects, shape = LocalStore(tmp_path), shape_of()
+    write_manifests(objects, shape, LENGTHS)
+    capture(objects, shape, sample_units(shape, LENGTHS)[0])
+    path = _shard(tmp_path)
+    data = bytearray(path.read_bytes())
+    path.unlink()
+    if damage == "short":
+        path.write_bytes(data[: len(data) // 3])
+    elif damage == "flipped":
+        data[len(data) // 5] ^= 16
+        path.write_bytes(data)
+    run = open_run(str(tmp_path))
+    with pytest.raises(DamagedObject, match="z/c/1/0/0/0"):
+        run.read("z", prompt="p0")
+    assert run.read("z", prompt="p0", layer=0).shape == (4, 300, 16)
