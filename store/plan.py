@@ -148,7 +148,7 @@ def _read_file(
     prefix: str,
     file: PlanFile,
     columns: Sequence[str] | None,
-    without: Sequence[str],
+    without: Sequence[str] = (),
 ) -> pa.Table:
     name = prefix + keys.checked_name(file.name)
     if file.bytes > MAX_FILE_BYTES:
