@@ -101,6 +101,7 @@ class Counters:
     retries: int = 0
     workers_lost: int = 0
     events: dict[str, int] = field(default_factory=dict)
+    stalls: dict[str, float] = field(default_factory=dict)
 
 
 class Dispatcher:
@@ -370,6 +371,8 @@ class Dispatcher:
             counters.failed += result.failed
             counters.tokens += result.tokens
             counters.bytes += result.bytes
+            for cause, seconds in result.timings.items():
+                counters.stalls[cause] = counters.stalls.get(cause, 0.0) + seconds
         self._on_result(result)
 
     def _charge(self, order: UnitOrder, error: str, place: int | None, now: float) -> None:
@@ -402,7 +405,7 @@ class Dispatcher:
         self.counters.workers_lost += 1
         self._log(f"worker lost: {event}", worker=number, units=list(worker.orders), error=error)
         held_twice = {u for n, w in self.workers.items() if n != number for u in w.orders}
-        for place, order in enumerate(worker.orders.values()):
+        for place, order in enumerate(list(worker.orders.values())):
             if order.unit in held_twice:
                 continue
             guilty = place < self._limits.units_in_flight

@@ -101,29 +101,44 @@ def write_plan(
 
 
 def check_inputs(config: RunConfig, segments: Sequence[PlanManifest]) -> str | None:
-    """Refuse a source that is not what the last segment was planned from.
+    """Refuse a source that is not what one of the segments was planned from.
 
-    A file whose size and stamp are as they were is taken as unchanged; others are hashed. Returns a
-    sentence for the log where the source cannot be read: the stored plan is all a resume needs.
-    Raises `InputsChanged`, naming the file.
+    Returns a sentence for the log where the source cannot be read: the stored plan is all that a
+    resume needs. Raises `InputsChanged`, naming the file.
     """
-    planned = {item.url: item for item in segments[-1].inputs}
     try:
         source = PromptSource(config.prompts)
     except SourceError as error:
         return f"going on from the stored plan alone: {error}"
-    found = {file.url: file for file in source.files}
-    if sorted(found) != sorted(planned):
-        changed = sorted(set(found) ^ set(planned))
-        raise InputsChanged(_changed(config, f"{changed[0]} was not there before, or is gone"))
-    for url, file in found.items():
-        before = planned[url]
-        if file.bytes == before.bytes and file.stamp and file.stamp == before.stamp:
+    differences = [_difference(source, segment.inputs) for segment in segments]
+    if all(differences):
+        raise InputsChanged(
+            f"the source {config.prompts.source!r} is not what this run was planned from: "
+            f"{differences[-1]}. Give the run another output, restore the source, or add the new "
+            "prompts with --extend"
+        )
+    return None
+
+
+def is_last_source(config: RunConfig, segments: Sequence[PlanManifest]) -> bool:
+    """Return whether the config's source is what the last segment was planned from."""
+    return _difference(PromptSource(config.prompts), segments[-1].inputs) is None
+
+
+def _difference(source: PromptSource, planned: Sequence[PlanInput]) -> str | None:
+    """The first difference, or None. Files of the same size and stamp are taken as unchanged, a
+    file by another name is the same if its bytes are."""
+    if len(source.files) != len(planned):
+        return f"it has {len(source.files)} files, it had {len(planned)}"
+    for file, before in zip(source.files, planned, strict=True):
+        same_place = file.url == before.url and file.bytes == before.bytes
+        if same_place and file.stamp and file.stamp == before.stamp:
             continue
+        if file.bytes != before.bytes:
+            return f"{file.url} has {file.bytes} bytes, it had {before.bytes}"
         now = source.sha256(file)
         if now != before.sha256:
-            detail = f"{url} had sha256 {before.sha256[:12]}, it has {now[:12]} now"
-            raise InputsChanged(_changed(config, detail))
+            return f"{file.url} has sha256 {now[:12]}, it had {before.sha256[:12]}"
     return None
 
 
@@ -200,13 +215,6 @@ def _refuse_repeated(ids: PromptIds, config: RunConfig, prompter: Prompter, firs
     raise SourceError(
         f"prompt ids must be unique, and {config.prompts.source!r} repeats {', '.join(named)}; "
         "give each prompt its own id, or set prompts.id_column to null to have ids derived"
-    )
-
-
-def _changed(config: RunConfig, detail: str) -> str:
-    return (
-        f"the source {config.prompts.source!r} is not what this run was planned from: {detail}. "
-        "Give the run another output, restore the source, or add the new prompts with --extend"
     )
 
 

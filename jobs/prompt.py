@@ -73,7 +73,7 @@ class Prompter:
         self._strings: dict[int, str] = {}
 
     def prompts(self, records: Iterable[SourceRecord], first_place: int = 0) -> Iterator[Prompt]:
-        """Yield one prompt a record, in order; `first_place` is the first one's place in the run."""
+        """Yield one prompt a record, in order, numbered from `first_place` in the run."""
         stream = enumerate(islice(records, self._config.limit), start=first_place)
         while batch := list(islice(stream, BATCH_RECORDS)):
             yield from self._tokenized([self._draft(place, record) for place, record in batch])

@@ -11,7 +11,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +87,7 @@ class PromptSource:
         source = self._config.source
         try:
             if self._fs.isdir(path):
-                found = [name for name in self._fs.find(path) if self._is_readable(name)]
+                found = self._readable(self._fs.find(path))
             elif any(sign in path for sign in "*?["):
                 found = [name for name in self._fs.glob(path) if self._fs.isfile(name)]
             else:
@@ -111,10 +111,15 @@ class PromptSource:
         )
         return SourceFile(url=name, bytes=int(info.get("size") or 0), stamp=stamp)
 
-    def _is_readable(self, name: str) -> bool:
-        if self._config.format is SourceFormat.HF_DATASET:
-            return name.endswith(".arrow")
-        return self._config.format is not SourceFormat.AUTO or _suffix(name) in _BY_SUFFIX
+    def _readable(self, names: Sequence[str]) -> list[str]:
+        """The prompt files of a folder. Beside Arrow files, JSON files describe the data set."""
+        arrow = [name for name in names if name.endswith(".arrow")]
+        if self._config.format is SourceFormat.HF_DATASET or (
+            self._config.format is SourceFormat.AUTO and arrow
+        ):
+            return arrow
+        auto = self._config.format is SourceFormat.AUTO
+        return [name for name in names if not auto or _suffix(name) in _BY_SUFFIX]
 
     def _format_of(self, name: str) -> SourceFormat:
         if self._config.format is not SourceFormat.AUTO:

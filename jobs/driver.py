@@ -1,0 +1,341 @@
+"""Run a config to its end: the one driver; it prepares, assigns and watches, and touches no tensor.
+
+Without a missing unit it starts nothing: no owner object, no Ray, no engine. Otherwise it claims
+the run, starts the pool and steps the dispatcher until all units are committed or the policy ends
+the run. What is done is in the store alone, so the driver may die at any moment.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from capture.settings import UnitResult
+from jobs.config import RunConfig
+from jobs.dispatch import Dispatcher, DispatchLimits, Phase
+from jobs.errors import ExitCode, RunInterrupted, RunStopped
+from jobs.event_log import EventLog
+from jobs.messages import WorkerFacts, WorkerSpec
+from jobs.owner import RunOwner
+from jobs.policy import Event
+from jobs.prepare import (
+    PreparedRun,
+    check_source,
+    committed_mask,
+    create_run,
+    extend_run,
+    find_run,
+    unit_columns,
+)
+from jobs.progress import ProgressView, Snapshot
+from jobs.schedule import Schedule
+from jobs.status import RunStatus, read_status
+from jobs.worker import CaptureWorker
+from store import keys
+from store.errors import FrozenFieldChanged, ObjectExists, StoreError
+from store.objects.open import open_store
+from store.objects.protocol import ObjectStore
+from store.run_format import ModelManifest
+from store.sealed_json import MAX_JSON_BYTES
+
+STEP_SECONDS = 0.25
+_SLOW_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """What a command line adds to a config."""
+
+    extend: bool = False
+    take_over: bool = False
+    verbose: bool = False
+    worker: type[CaptureWorker] = CaptureWorker
+    """The actor's class; tests put one here whose engine fails on purpose."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutcome:
+    """How a run ended."""
+
+    status: RunStatus
+    run_id: str
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return ExitCode.SOME_FAILED if self.status.prompts_failed else ExitCode.DONE
+
+
+def run(
+    config: RunConfig, options: RunOptions, log: EventLog, view: Callable[[], ProgressView]
+) -> RunOutcome:
+    """Capture what is missing of the config's run and return how it stands.
+
+    Raises a `JobError` or a store's `RunError` with what to do next; `RunInterrupted` where running
+    again goes on.
+    """
+    location = config.location()
+    objects = open_store(location.url, location.options)
+    prepared = find_run(objects, config)
+    if prepared is not None and not options.extend:
+        _check_source(config, prepared, log)
+        if committed_mask(objects, prepared.num_units).all():
+            log.run_id = prepared.manifest.run_id
+            log("nothing to do", units=prepared.num_units)
+            return RunOutcome(read_status(objects), prepared.manifest.run_id)
+    owner = RunOwner.claim(
+        objects, take_over=options.take_over, tell=lambda m: log("waiting", why=m)
+    )
+    try:
+        prepared = _prepare(objects, config, prepared, options, log)
+        log.run_id = prepared.manifest.run_id
+        _capture(objects, config, prepared, owner, options, log, view)
+    finally:
+        owner.release()
+    return RunOutcome(read_status(objects), prepared.manifest.run_id)
+
+
+def _prepare(
+    objects: ObjectStore,
+    config: RunConfig,
+    found: PreparedRun | None,
+    options: RunOptions,
+    log: EventLog,
+) -> PreparedRun:
+    if found is None:
+        log("planning", source=config.prompts.source)
+        run = create_run(objects, config)
+    elif options.extend:
+        log("extending", source=config.prompts.source, segment=len(found.segments))
+        run = extend_run(objects, config, found)
+    else:
+        return found
+    last = run.segments[-1]
+    log(
+        "planned",
+        prompts=last.num_prompts,
+        tokens=last.num_tokens,
+        units=last.num_units,
+        plan=last.plan_hash[:12],
+    )
+    return run
+
+
+def _check_source(config: RunConfig, prepared: PreparedRun, log: EventLog) -> None:
+    warning = check_source(config, prepared)
+    if warning is not None:
+        log("source not readable", detail=warning)
+
+
+def _capture(
+    objects: ObjectStore,
+    config: RunConfig,
+    prepared: PreparedRun,
+    owner: RunOwner,
+    options: RunOptions,
+    log: EventLog,
+    view: Callable[[], ProgressView],
+) -> None:
+    done = committed_mask(objects, prepared.num_units)
+    units = unit_columns(objects, prepared)
+    schedule = Schedule(units, done, config.workers.max_attempts)
+    if not schedule.num_missing:
+        return
+    from jobs.ray_pool import RayPool, connect, disconnect
+
+    spec = WorkerSpec(
+        run_id=prepared.manifest.run_id,
+        location=config.location(),
+        engine=config.engine_settings(),
+        capture=config.capture_settings(),
+        units_in_flight=config.engine.units_in_flight,
+    )
+    log("starting", missing=schedule.num_missing, units=len(units), epoch=owner.epoch)
+    connect(config, verbose=options.verbose)
+    try:
+        pool = RayPool(config, spec, options.worker)
+        dispatcher = Dispatcher(schedule, pool, limits(config), log)
+        watch = _Watch(objects, config, owner, dispatcher, pool.draining_nodes)
+        dispatcher.observe(
+            lambda facts: store_model(objects, facts, prepared.manifest.run_id), watch.note
+        )
+        display = view()
+        log.around = display.around
+        meter = _Meter(dispatcher, schedule, units_planned=len(units), tokens=_tokens(units, done))
+        try:
+            with _stop_signals(dispatcher, log):
+                while not dispatcher.finished:
+                    dispatcher.step(time.monotonic(), STEP_SECONDS)
+                    watch.look()
+                    display.show(meter.snapshot())
+        finally:
+            log.around = lambda write: write()
+            display.close(meter.snapshot())
+            pool.close()
+    finally:
+        disconnect()
+    _raise_ending(dispatcher, schedule)
+
+
+def limits(config: RunConfig) -> DispatchLimits:
+    """Return the config's numbers that dispatching obeys."""
+    workers = config.workers
+    return DispatchLimits(
+        lowest=workers.lowest,
+        highest=workers.highest,
+        units_in_flight=config.engine.units_in_flight,
+        unit_deadline_seconds=workers.unit_deadline_seconds,
+        start_deadline_seconds=workers.start_deadline_seconds,
+        store_patience_seconds=workers.store_patience_seconds,
+        drain_seconds=workers.drain_seconds,
+        duplicate_stragglers=workers.duplicate_stragglers,
+    )
+
+
+def store_model(objects: ObjectStore, facts: WorkerFacts, run_id: str) -> None:
+    """Create `model.json` from the first engine; refuse a later engine that computes otherwise."""
+    model = facts.engine.model
+    try:
+        objects.create(keys.MODEL, model.to_bytes())
+        return
+    except ObjectExists:
+        data = objects.get(keys.MODEL, max_bytes=MAX_JSON_BYTES)
+    before = ModelManifest.from_bytes(data, keys.MODEL)
+    for name in ("architecture", "dtype", "hidden_size", "layers"):
+        if getattr(before, name) != getattr(model, name):
+            raise FrozenFieldChanged(
+                f"the engine's {name} is not what run {run_id} was captured with ({keys.MODEL}): "
+                f"{_short(getattr(before, name))} then, {_short(getattr(model, name))} now"
+            )
+
+
+class _Watch:
+    """The slow looks around: the owner's beat, nodes told to leave, the quota."""
+
+    def __init__(
+        self,
+        objects: ObjectStore,
+        config: RunConfig,
+        owner: RunOwner,
+        dispatcher: Dispatcher,
+        draining_nodes: Callable[[], frozenset[str]],
+    ) -> None:
+        self._owner = owner
+        self._dispatcher = dispatcher
+        self._draining_nodes = draining_nodes
+        self._quota = config.max_bytes
+        self._stored = read_status(objects).bytes if config.max_bytes is not None else 0
+        self._looked = time.monotonic()
+
+    def note(self, result: UnitResult) -> None:
+        """Count a unit's bytes against the quota; end the run once the next would not fit."""
+        self._stored += result.bytes
+        if self._quota is not None and self._stored + result.bytes > self._quota:
+            message = (
+                f"{self._stored} bytes are stored and another unit does not fit into max_bytes "
+                f"({self._quota}); raise it and run again"
+            )
+            self._dispatcher.end(Event.QUOTA, message, time.monotonic())
+
+    def look(self) -> None:
+        """Look if it is time to. A store that fails for a moment does not matter here."""
+        now = time.monotonic()
+        if now - self._looked < _SLOW_SECONDS:
+            return
+        self._looked = now
+        self._dispatcher.drain_nodes(self._draining_nodes())
+        try:
+            newer = self._owner.beat()
+        except StoreError:
+            return
+        if newer is not None:
+            message = f"a driver on {newer.host} (process {newer.pid}) took this run over"
+            self._dispatcher.end(Event.OTHER_DRIVER, message, now)
+
+
+class _Meter:
+    """Takes snapshots of a dispatcher."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, schedule: Schedule, *, units_planned: int, tokens: int
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._schedule = schedule
+        self._units_planned = units_planned
+        self._tokens = tokens
+        self._started = time.monotonic()
+
+    def snapshot(self) -> Snapshot:
+        workers = self._dispatcher.workers.values()
+        counters = self._dispatcher.counters
+        orders = [order for worker in workers for order in worker.orders.values()]
+        bytes_per_token = max(
+            (w.facts.engine.bytes_per_token for w in workers if w.facts is not None), default=0
+        )
+        return Snapshot(
+            units_done=self._units_planned - self._schedule.num_missing,
+            units_planned=self._units_planned,
+            prompts_stored=counters.stored,
+            prompts_failed=counters.failed,
+            tokens=counters.tokens,
+            bytes=counters.bytes,
+            tokens_planned=self._tokens,
+            seconds=time.monotonic() - self._started,
+            workers_ready=sum(1 for worker in workers if worker.phase is Phase.READY),
+            workers_asked=len(self._dispatcher.workers),
+            units_in_flight=len(orders),
+            bytes_in_flight=sum(order.num_tokens for order in orders) * bytes_per_token,
+            retries=counters.retries,
+            workers_lost=counters.workers_lost,
+            stalls=dict(counters.stalls),
+        )
+
+
+@contextmanager
+def _stop_signals(dispatcher: Dispatcher, log: EventLog) -> Iterator[None]:
+    """SIGTERM and Ctrl-C drain the run; a second one drops what is in flight."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen = 0
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        nonlocal seen
+        seen += 1
+        name = signal.Signals(number).name
+        if seen > 1:
+            raise RunInterrupted(f"{name} again: stopped at once; run the same command to go on")
+        log("stopping", signal=name)
+        message = f"{name}: stopped after what was in flight; run the same command to go on"
+        dispatcher.end(Event.SIGTERM, message, time.monotonic())
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _raise_ending(dispatcher: Dispatcher, schedule: Schedule) -> None:
+    ending = dispatcher.ending
+    if ending is None or not schedule.num_missing:
+        return
+    message = f"{ending.message}\n({schedule.num_missing} units are still missing)"
+    if ending.exit_code == ExitCode.INTERRUPTED:
+        raise RunInterrupted(message)
+    raise RunStopped(message)
+
+
+def _tokens(units: Any, done: Any) -> int:
+    return int(units.num_tokens[~done].sum())
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

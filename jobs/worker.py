@@ -1,0 +1,112 @@
+"""The worker: one engine, one call at a time. Ray makes an actor of it in `jobs.ray_pool`.
+
+It reads an order's prompts from the plan, admits them to its engine and steps the engine until
+there is something to report. Knows neither the other workers nor the policy. When the engine can do
+no more the worker says why and ends its process: whatever the engine left behind goes with it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+from capture.settings import UnitResult, UnitStatus
+from jobs.messages import UnitOrder, WorkerFacts, WorkerSpec, WorkReport
+from jobs.tasks import TaskReader
+from store.errors import RunError, StoreError
+from store.objects.open import open_store
+
+if TYPE_CHECKING:
+    from capture.engine import CaptureEngine
+
+GOODBYE_SECONDS = 5.0
+"""How long the last report has to leave the process before it ends."""
+
+
+class CaptureWorker:
+    """One engine and the orders in it. All calls come one after the other."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._objects = open_store(spec.location.url, spec.location.options)
+        self._tasks = TaskReader(self._objects)
+        self._engine: CaptureEngine | None = None
+        self._batched: dict[int, int] = {}
+
+    def place(self) -> str:
+        """Answer once the process runs; returns the node it runs on."""
+        import ray
+
+        return str(ray.get_runtime_context().get_node_id())
+
+    def start(self) -> WorkerFacts:
+        """Start the engine. What it raises ends the worker."""
+        started = time.monotonic()
+        self._engine = self._start_engine()
+        return WorkerFacts(
+            node=self.place(),
+            pid=os.getpid(),
+            engine=self._engine.facts,
+            start_seconds=time.monotonic() - started,
+        )
+
+    def work(self, order: UnitOrder | None) -> WorkReport:
+        """Admit an order, then step the engine until a unit or a batch of one is finished.
+
+        With an order and room for another one it returns at once, so that the driver can fill the
+        room; with None it runs what is there until something is finished.
+        """
+        assert self._engine is not None, "work before start"
+        try:
+            return self._work(self._engine, order)
+        except Exception:  # noqa: BLE001 - whatever it was, this engine's state is unknown now
+            threading.Timer(GOODBYE_SECONDS, os._exit, (1,)).start()
+            return WorkReport(finished=dict(self._batched), dead=traceback.format_exc(limit=-12))
+
+    def _work(self, engine: CaptureEngine, order: UnitOrder | None) -> WorkReport:
+        if order is not None:
+            refused = self._admit(engine, order)
+            if refused is not None:
+                return WorkReport(results=(refused,))
+            if engine.in_flight < self._spec.units_in_flight and not order.batch_prompts:
+                return WorkReport()
+        results: list[UnitResult] = []
+        advanced = False
+        while engine.in_flight and not results and not advanced:
+            results += engine.advance()
+            advanced = self._notice_batches(engine, results)
+        report = WorkReport(results=tuple(results), finished=dict(self._batched))
+        for result in results:
+            self._batched.pop(result.unit, None)
+        return report
+
+    def _admit(self, engine: CaptureEngine, order: UnitOrder) -> UnitResult | None:
+        try:
+            task = self._tasks.task(order)
+        except (RunError, StoreError, OSError):
+            error = traceback.format_exc(limit=-6)
+            return UnitResult(order.unit, order.attempt, UnitStatus.FAILED, error=error)
+        if order.batch_prompts:
+            self._batched[order.unit] = 0
+        engine.admit(task)
+        return None
+
+    def _notice_batches(self, engine: CaptureEngine, results: list[UnitResult]) -> bool:
+        """Note how far units that run in batches are; tell whether one has come further."""
+        reported = {result.unit for result in results}
+        advanced = False
+        for unit, before in self._batched.items():
+            if unit not in reported:
+                now = engine.prompts_finished(unit)
+                advanced = advanced or now > before
+                self._batched[unit] = now
+        return advanced
+
+    def _start_engine(self) -> CaptureEngine:
+        from capture.engine import CaptureEngine
+
+        spec = self._spec
+        return CaptureEngine.start(spec.engine, spec.capture, spec.location, spec.run_id)

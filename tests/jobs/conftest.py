@@ -1,0 +1,79 @@
+"""Fixtures of the jobs' tests: a tokenizer without a model, prompt files, configs, faults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.config import RunConfig
+from jobs.config_file import parse_config
+from tests.jobs.fake_worker import FAULTS
+
+
+@pytest.fixture(scope="session")
+def word_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder without weights whose tokenizer maps `w0` to 0, `w1` to 1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("word-model")
+    vocabulary = {f"w{i}": i for i in range(200)} | {"<unk>": 200}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
+    config = {"model_type": "llama", "vocab_size": 201, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def write_prompts(tmp_path: Path) -> Callable[..., Path]:
+    """Write texts (or whole records) as JSONL and return the path."""
+
+    def write(records: Sequence[str | dict[str, Any]], name: str = "prompts.jsonl") -> Path:
+        path = tmp_path / name
+        rows = [
+            {"id": f"p{i}", "text": record} if isinstance(record, str) else record
+            for i, record in enumerate(records)
+        ]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def make_config(tmp_path: Path, word_model: Path) -> Callable[..., RunConfig]:
+    """A config over the word model; keyword arguments replace or add sections."""
+
+    def make(source: Path, **sections: Any) -> RunConfig:
+        body: dict[str, Any] = {
+            "output": str(tmp_path / "run"),
+            "prompts": {"source": str(source)},
+            "model": {"path": str(word_model), "dtype": "float32"},
+            "capture": {"unit_tokens": 8},
+            "workers": {"count": 1, "drain_seconds": 5},
+        }
+        for name, section in sections.items():
+            body[name] = {**body.get(name, {}), **section} if isinstance(section, dict) else section
+        return parse_config(body)
+
+    return make
+
+
+@pytest.fixture
+def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Set what the fake engine does wrong, also while it runs."""
+    path = tmp_path / "faults.json"
+    path.write_text("{}")
+    monkeypatch.setenv(FAULTS, str(path))
+
+    def put(**what: Any) -> Path:
+        path.write_text(json.dumps(what))
+        return path
+
+    return put

@@ -1,0 +1,136 @@
+"""A worker whose engine computes nothing and fails on purpose; everything around it is real.
+
+It commits units without arrays, so it proves who commits what and when, never what is stored.
+Faults go by a prompt's first token id and are read from a JSON file named in the environment, so
+that a test can tell an actor process what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from capture.settings import EngineFacts, UnitResult, UnitStatus, UnitTask
+from jobs.worker import CaptureWorker
+from store.attempt import AttemptWriter
+from store.commit import commit_unit
+from store.objects.open import open_store
+from store.run_format import Commit, LayerSemantics, ModelManifest, Outcome, PromptOutcomes
+
+FAULTS = "ATTNSTORE_TEST_FAULTS"
+
+
+class FakeWorker(CaptureWorker):
+    """A `CaptureWorker` with a `FakeEngine`."""
+
+    def _start_engine(self) -> Any:
+        return FakeEngine(self._spec.location, self._spec.run_id)
+
+
+class FakeEngine:
+    """Runs one prompt a step, in order of admission."""
+
+    def __init__(self, location: Any, run_id: str) -> None:
+        self._objects = open_store(location.url, location.options)
+        self._run_id = run_id
+        self._faults = json.loads(Path(os.environ[FAULTS]).read_text())
+        if self._faults.get("start"):
+            raise RuntimeError(self._faults["start"])
+        self._queue: list[tuple[UnitTask, int]] = []
+        self._place = 0
+        self.facts = EngineFacts(model_manifest(run_id), bytes_per_token=64)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._queue)
+
+    def prompts_finished(self, unit: int) -> int:
+        return self._place if self._queue and self._queue[0][0].unit == unit else 0
+
+    def admit(self, task: UnitTask) -> None:
+        self._queue.append((task, 0))
+
+    def advance(self) -> list[UnitResult]:
+        task, _ = self._queue[0]
+        if self._place < len(task.prompts):
+            prompt = task.prompts[self._place]
+            if prompt.reason is None and len(prompt.token_ids):
+                self._run(int(prompt.token_ids[0]))
+            self._place += 1
+            return []
+        self._queue.pop(0)
+        self._place = 0
+        return [self._commit(task)]
+
+    def _run(self, token: int) -> None:
+        time.sleep(self._faults.get("seconds", 0.0))
+        fault = self._faults.get("tokens", {}).get(str(token))
+        if fault == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "hang":
+            time.sleep(3600)
+        elif fault == "raise":
+            raise RuntimeError(f"poisoned by token {token}")
+        elif isinstance(fault, dict) and fault["once"]:
+            marker = Path(fault["once"])
+            if not marker.exists():
+                marker.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _commit(self, task: UnitTask) -> UnitResult:
+        error = self._faults.get("unit_error")
+        gate = self._faults.get("unless_exists")
+        if error and not (gate and Path(gate).exists()):
+            return UnitResult(task.unit, task.attempt, UnitStatus.FAILED, error=error)
+        row, first_rows, counts, outcomes = 0, [], [], []
+        for prompt in task.prompts:
+            ran = prompt.reason is None
+            outcomes.append(Outcome.STORED if ran else Outcome.FAILED)
+            first_rows.append(row if ran else 0)
+            counts.append(len(prompt.token_ids) if ran else 0)
+            row += counts[-1]
+        writer = AttemptWriter(self._objects, task.unit, task.attempt, run_id=self._run_id)
+        commit = Commit(
+            run_id=self._run_id,
+            unit=task.unit,
+            attempt=task.attempt,
+            first_prompt=task.first_prompt,
+            prompts=PromptOutcomes(
+                outcome=outcomes,
+                first_row=first_rows,
+                num_rows=counts,
+                first_position=[0] * len(outcomes),
+                reasons={
+                    str(place): prompt.reason
+                    for place, prompt in enumerate(task.prompts)
+                    if prompt.reason is not None
+                },
+            ),
+            arrays=[],
+            objects=writer.put_metadata([]),
+            ranks=[],
+        )
+        result = commit_unit(self._objects, commit)
+        return UnitResult(
+            task.unit,
+            task.attempt,
+            UnitStatus.COMMITTED if result.won else UnitStatus.SUPERSEDED,
+            stored=outcomes.count(Outcome.STORED),
+            failed=outcomes.count(Outcome.FAILED),
+            tokens=row,
+            bytes=row * 64,
+        )
+
+
+def model_manifest(run_id: str) -> ModelManifest:
+    """A model that no engine computed."""
+    layer = LayerSemantics(
+        layer=0, module="layers.0", num_heads=2, num_kv_heads=1, head_size=8, v_head_size=8, scale=1
+    )
+    return ModelManifest(
+        run_id=run_id, architecture="Fake", dtype="float32", hidden_size=16, layers=[layer]
+    )

@@ -1,0 +1,208 @@
+"""The driver on real Ray with an engine that fails on purpose: who is retried and who is blamed."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jobs.config import RunConfig
+from jobs.driver import RunOptions, RunOutcome
+from jobs.driver import run as run_job
+from jobs.errors import ExitCode, RunInterrupted, RunStopped
+from jobs.event_log import EventLog
+from jobs.listing import prompt_rows
+from jobs.progress import progress_view
+from jobs.status import read_status
+from store.objects.open import open_store
+from tests.jobs.fake_worker import FakeWorker
+
+pytestmark = pytest.mark.usefixtures("faults")
+
+TEXTS = [f"w{i} w1 w2 w3" for i in range(10, 22)]
+"""Twelve prompts of four tokens, two a unit."""
+
+
+class Driven:
+    """Runs configs with the fake worker and keeps the log."""
+
+    def __init__(self) -> None:
+        self.stream = io.StringIO()
+
+    def __call__(self, config: RunConfig, **options: bool) -> RunOutcome:
+        log = EventLog(stream=self.stream, as_json=True, every_unit=True)
+        view = lambda: progress_view(as_json=True, stream=io.StringIO())  # noqa: E731
+        return run_job(config, RunOptions(worker=FakeWorker, **options), log, view)
+
+    def events(self, name: str) -> list[dict[str, object]]:
+        events = [json.loads(line) for line in self.stream.getvalue().splitlines()]
+        return [event for event in events if event["event"] == name]
+
+
+@pytest.fixture
+def drive() -> Driven:
+    return Driven()
+
+
+def statuses(config: RunConfig) -> dict[str, tuple[str, str | None]]:
+    rows = prompt_rows(open_store(config.output))
+    return {row.prompt_id: (row.status, row.reason) for row in rows}
+
+
+def names(config: RunConfig) -> list[str]:
+    return sorted(p.as_posix() for p in Path(config.output).rglob("*") if p.is_file())
+
+
+def test_a_run_stores_every_prompt_once_and_running_again_changes_nothing(
+    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
+) -> None:
+    config = make_config(write_prompts([*TEXTS, ""]), workers={"count": 2})
+    outcome = drive(config)
+    assert outcome.exit_code is ExitCode.SOME_FAILED
+    found = statuses(config)
+    assert found.pop("p12") == ("failed", "it is empty: no tokens to capture")
+    assert set(found.values()) == {("stored", None)}
+    assert len(drive.events("committed")) == outcome.status.units_planned
+    before = names(config)
+    assert drive(config).exit_code is ExitCode.SOME_FAILED
+    assert names(config) == before
+    assert len(drive.events("nothing to do")) == 1
+
+
+def test_a_killed_worker_is_replaced_and_its_units_run_again(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    faults: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    faults(tokens={"13": {"once": str(tmp_path / "killed")}})
+    config = make_config(write_prompts(TEXTS))
+    assert drive(config).exit_code is ExitCode.DONE
+    assert len(drive.events("worker lost: engine died")) == 1
+    assert set(statuses(config).values()) == {("stored", None)}
+
+
+@pytest.mark.parametrize("fault", ["kill", "raise"])
+def test_a_poison_prompt_is_found_alone_and_the_rest_of_its_unit_is_stored(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    faults: Callable[..., Path],
+    fault: str,
+) -> None:
+    faults(tokens={"15": fault})
+    config = make_config(write_prompts(TEXTS), workers={"max_attempts": 2})
+    assert drive(config).exit_code is ExitCode.SOME_FAILED
+    found = statuses(config)
+    status, reason = found.pop("p5")
+    assert status == "failed"
+    assert reason is not None
+    assert reason.startswith("quarantined: it failed 2 times running alone")
+    if fault == "raise":
+        assert "poisoned by token 15" in reason
+    assert set(found.values()) == {("stored", None)}
+    status_now = read_status(open_store(config.output))
+    assert status_now.units_quarantined == 0
+    assert status_now.complete
+
+
+def test_a_hung_worker_is_killed_at_its_deadline(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    faults: Callable[..., Path],
+) -> None:
+    faults(tokens={"15": "hang"})
+    config = make_config(
+        write_prompts(TEXTS), workers={"max_attempts": 1, "unit_deadline_seconds": 1.5}
+    )
+    assert drive(config).exit_code is ExitCode.SOME_FAILED
+    assert len(drive.events("worker lost: deadline passed")) == 3
+    failed = {name for name, (status, _) in statuses(config).items() if status == "failed"}
+    assert failed == {"p5"}
+
+
+def test_a_unit_none_of_whose_prompts_survives_is_quarantined(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    faults: Callable[..., Path],
+) -> None:
+    faults(tokens={"14": "raise", "15": "raise"})
+    config = make_config(write_prompts(TEXTS), workers={"max_attempts": 1})
+    outcome = drive(config)
+    assert outcome.exit_code is ExitCode.SOME_FAILED
+    assert outcome.status.as_json() == {
+        "units": {"planned": 6, "committed": 5, "quarantined": 1},
+        "prompts": {"planned": 12, "stored": 10, "failed": 2, "skipped": 0},
+        "bytes": outcome.status.bytes,
+    }
+
+
+def test_the_same_error_everywhere_stops_the_run(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    faults: Callable[..., Path],
+) -> None:
+    faults(unit_error="RowsMissing: unit 7: rank 0 proved 12 rows")
+    with pytest.raises(RunStopped, match="fails the same way"):
+        drive(make_config(write_prompts(TEXTS)))
+
+
+def test_workers_that_never_start_stop_the_run(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    faults: Callable[..., Path],
+) -> None:
+    faults(start="no such architecture")
+    with pytest.raises(RunStopped, match="no such architecture"):
+        drive(make_config(write_prompts(TEXTS)))
+
+
+def test_a_store_that_fails_for_a_while_charges_nobody(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    faults: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    import threading
+
+    gate = tmp_path / "mended"
+    faults(unit_error="OSError: [Errno 28] No space left on device", unless_exists=str(gate))
+    timer = threading.Timer(12.0, gate.touch)
+    timer.start()
+    assert drive(make_config(write_prompts(TEXTS))).exit_code is ExitCode.DONE
+    timer.join()
+    assert drive.events("store failing")
+    assert not drive.events("unit failed")
+
+
+def test_a_store_that_never_recovers_ends_the_run_to_be_run_again(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    faults: Callable[..., Path],
+) -> None:
+    faults(unit_error="StoreError: gone")
+    config = make_config(write_prompts(TEXTS), workers={"store_patience_seconds": 3})
+    with pytest.raises(RunInterrupted, match="the store has failed"):
+        drive(config)
+    faults()
+    assert drive(config).exit_code is ExitCode.DONE
+
+
+def test_a_quota_ends_the_run_cleanly(
+    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
+) -> None:
+    config = make_config(write_prompts(TEXTS), max_bytes=4 * 512, engine={"units_in_flight": 1})
+    with pytest.raises(RunStopped, match="max_bytes"):
+        drive(config)
+    done = read_status(open_store(config.output))
+    assert 0 < done.units_committed < 6
