@@ -11,6 +11,10 @@ class EngineDead(CaptureError, RuntimeError):
     """The engine can do no more work; its process must be replaced."""
 
 
+class PromptRefused(CaptureError, ValueError):
+    """The engine does not take this prompt; it is recorded as failed and the rest goes on."""
+
+
 class UnsupportedModel(CaptureError, ValueError):
     """The model's attention is of a kind whose rows or pattern cannot be captured faithfully."""
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -50,6 +50,28 @@ class CaptureSettings:
     writer_threads: int = 2
     stall_seconds: float = 240.0
     """How long a rank may wait for free slabs before a step; beyond it the engine fails."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values that survive vLLM's own config."""
+        return {
+            **asdict(self),
+            "sites": [site.value for site in self.sites],
+            "layers": None if self.layers is None else list(self.layers),
+            "codec": self.codec.value,
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> CaptureSettings:
+        """Undo `to_json`."""
+        layers = values["layers"]
+        return cls(
+            **{
+                **values,
+                "sites": tuple(Site(site) for site in values["sites"]),
+                "layers": None if layers is None else tuple(layers),
+                "codec": Codec(values["codec"]),
+            }
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,4 +27,4 @@ def main(url: str, prompt: str = "ioi-00", layer: int = 12) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:2] or ["demo-run"])
+    main(sys.argv[1] if len(sys.argv) > 1 else "demo-run")

@@ -55,6 +55,10 @@ def commit_unit(objects: ObjectStore, commit: Commit) -> CommitResult:
             "problems: " + "; ".join(problems[:_LISTED_PROBLEMS]) + ". Capture the unit again."
         )
     objects.sync(prefix)
+    if commit.repair:
+        # Announced first, so that whoever skips complete folders never misses a repair in one.
+        objects.put(keys.repair_mark(commit.unit, commit.repair), [b""])
+        objects.sync(keys.REPAIRED)
     key = keys.commit_key(commit.unit, commit.repair)
     try:
         objects.create(key, commit.to_bytes())
@@ -63,10 +67,10 @@ def commit_unit(objects: ObjectStore, commit: Commit) -> CommitResult:
         return CommitResult(won=holder == commit.attempt, attempt=holder)
     except StoreError:
         # The answer may have been lost after the commit took effect: look before giving up.
-        holder = _holder_after_failure(objects, key)
-        if holder is None:
+        found = _holder_after_failure(objects, key)
+        if found is None:
             raise
-        return CommitResult(won=holder == commit.attempt, attempt=holder)
+        return CommitResult(won=found == commit.attempt, attempt=found)
     return CommitResult(won=True, attempt=commit.attempt)
 
 

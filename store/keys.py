@@ -15,6 +15,7 @@ MODEL = "model.json"
 PLAN = "plan/"
 DATA = "data/"
 COMMITS = "commits/"
+REPAIRED = "commits/repaired/"
 SNAPSHOTS = "snapshots/"
 CHECKS = "checks/"
 OWNERS = "owners/"
@@ -23,6 +24,7 @@ UNITS_PER_FOLDER = 1000
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _COMMIT_NAME = re.compile(r"commits/(\d{6,})/(\d{8,})(?:\.r(\d+))?\.json")
+_REPAIR_MARK = re.compile(r"commits/repaired/(\d{8,})\.r(\d+)")
 
 
 def unit_name(unit: int) -> str:
@@ -50,6 +52,20 @@ def parse_commit_key(key: str) -> tuple[int, int] | None:
         return None
     unit, repair = int(match[2]), int(match[3] or 0)
     return (unit, repair) if key == commit_key(unit, repair) else None
+
+
+def repair_mark(unit: int, repair: int) -> str:
+    """Return the name of the empty object that announces a repair's commit."""
+    return f"{REPAIRED}{unit_name(unit)}.r{repair}"
+
+
+def parse_repair_mark(key: str) -> tuple[int, int] | None:
+    """Return (unit, repair) for the name of a repair's announcement, or None if it is not one."""
+    match = _REPAIR_MARK.fullmatch(key)
+    if match is None:
+        return None
+    unit, repair = int(match[1]), int(match[2])
+    return (unit, repair) if key == repair_mark(unit, repair) else None
 
 
 def attempt_prefix(unit: int, attempt: str) -> str:

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from store import keys
-from store.checksum import crc32c, hex_crc32c
-from store.errors import DamagedObject, FormatError, ObjectNotFound
+from store.errors import DamagedObject, FormatError
 from store.objects.protocol import ObjectStore
+from store.parquet_file import read_parquet
 from store.run_format import PlanFile, PlanManifest
 from store.sealed_json import MAX_JSON_BYTES
 
@@ -43,7 +42,6 @@ UNIT_FIELDS = pa.schema(
 )
 """Columns of a units table: contiguous prompts, numbered over the whole run."""
 
-MAX_FILE_BYTES = 4 << 30
 MANIFEST = "manifest.json"
 _SEGMENT_MANIFEST = re.compile(r"plan/(\d{4,})/manifest\.json")
 
@@ -128,7 +126,7 @@ def read_prompt_file(
 ) -> pa.Table:
     """Return the prompts of the segment's file number `place`."""
     prefix = keys.plan_prefix(manifest.segment)
-    return _read_file(objects, prefix, manifest.prompts[place], columns, ())
+    return read_parquet(objects, prefix, manifest.prompts[place], columns)
 
 
 def _read_table(
@@ -139,38 +137,5 @@ def _read_table(
     without: Sequence[str] = (),
 ) -> pa.Table:
     prefix = keys.plan_prefix(manifest.segment)
-    tables = [_read_file(objects, prefix, file, columns, without) for file in files]
+    tables = [read_parquet(objects, prefix, file, columns, without) for file in files]
     return pa.concat_tables(tables, promote_options="permissive")
-
-
-def _read_file(
-    objects: ObjectStore,
-    prefix: str,
-    file: PlanFile,
-    columns: Sequence[str] | None,
-    without: Sequence[str],
-) -> pa.Table:
-    name = prefix + keys.checked_name(file.name)
-    if file.bytes > MAX_FILE_BYTES:
-        raise FormatError(
-            f"{name} states {file.bytes} bytes, more than the {MAX_FILE_BYTES} allowed"
-        )
-    try:
-        data = objects.get(name, max_bytes=file.bytes)
-    except ObjectNotFound as error:
-        raise DamagedObject(f"{name} is missing; run `attnstore verify`") from error
-    if len(data) != file.bytes or hex_crc32c(crc32c(data)) != file.crc32c:
-        raise DamagedObject(
-            f"{name}: {len(data)} bytes of crc32c {hex_crc32c(crc32c(data))} where the manifest "
-            "says "
-            f"{file.bytes} and {file.crc32c}; run `attnstore verify`"
-        )
-    try:
-        names = columns or pq.read_schema(pa.BufferReader(data)).names
-        kept = [column for column in names if column not in without]
-        table = pq.read_table(pa.BufferReader(data), columns=kept)
-    except (pa.ArrowException, OSError) as error:
-        raise FormatError(f"{name} is not readable as Parquet: {error}") from error
-    if table.num_rows != file.rows:
-        raise FormatError(f"{name} has {table.num_rows} rows where the manifest says {file.rows}")
-    return table

@@ -155,6 +155,19 @@ class PlanManifest(Document):
     units: list[PlanFile]
 
 
+class SnapshotManifest(Document):
+    """`snapshots/<name>/manifest.json`: consolidated commits; derived, written last."""
+
+    kind: Literal["snapshot"] = "snapshot"
+    run_id: str
+    name: Name
+    created: str
+    units: Count
+    complete_folders: Count
+    """Commit folders 0 up to this number hold a commit of every unit."""
+    files: list[PlanFile]
+
+
 class ObjectRecord(Part):
     """One object of an attempt; `name` is relative to the attempt's folder.
 

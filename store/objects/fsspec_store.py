@@ -86,7 +86,7 @@ class FsspecStore:
         except FileNotFoundError as error:
             raise ObjectNotFound(f"{self.url}: there is no {name}") from error
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """Yield the files under a folder by name."""
         if prefix and not prefix.endswith("/"):
             raise ValueError(f"a prefix is a folder ending in a slash, got {prefix!r}")
@@ -94,8 +94,9 @@ class FsspecStore:
         folder = f"{root}/{checked_name(prefix[:-1])}" if prefix else root
         found = files.find(folder, detail=True)
         for path in sorted(found):
-            if path.startswith(root + "/") and found[path]["type"] == "file":
-                yield ObjectInfo(path[len(root) + 1 :], int(found[path]["size"]))
+            name = path[len(root) + 1 :]
+            if path.startswith(root + "/") and found[path]["type"] == "file" and name > after:
+                yield ObjectInfo(name, int(found[path]["size"]))
 
     def delete(self, name: str) -> None:
         """Remove the file; absent is fine."""

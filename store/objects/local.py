@@ -97,12 +97,12 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ObjectNotFound(f"{self._root}: there is no {name}") from error
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the files below the folder `prefix` in the order of their names' segments."""
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """Yield the files below a folder; folders that sort wholly below `after` stay unopened."""
         if prefix and not prefix.endswith("/"):
             raise ValueError(f"a prefix is a folder ending in a slash, got {prefix!r}")
         folder = self._path(prefix[:-1]) if prefix else self._root
-        yield from _walk(folder, prefix)
+        yield from _walk(folder, prefix, after)
 
     def delete(self, name: str) -> None:
         """Remove the file, and the folders that this leaves empty below the root."""
@@ -164,19 +164,22 @@ class LocalStore:
         _sync_folder(folder)
 
 
-def _walk(folder: str, prefix: str) -> Iterator[ObjectInfo]:
+def _walk(folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
     try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        entries = list(os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
         return
-    for entry in entries:
-        if entry.name.startswith("."):
+    # A folder sorts by its name with the slash that follows it in its objects' names.
+    names = {entry.name + "/" if entry.is_dir() else entry.name: entry for entry in entries}
+    for name in sorted(names):
+        entry, whole = names[name], prefix + name
+        if name.startswith(".") or (whole <= after and not after.startswith(whole)):
             continue
-        if entry.is_dir():
-            yield from _walk(entry.path, f"{prefix}{entry.name}/")
-            continue
-        with suppress(FileNotFoundError):
-            yield ObjectInfo(prefix + entry.name, entry.stat().st_size)
+        if name.endswith("/"):
+            yield from _walk(entry.path, whole, after)
+        elif whole > after:
+            with suppress(FileNotFoundError):
+                yield ObjectInfo(whole, entry.stat().st_size)
 
 
 def _write_gathered(descriptor: int, parts: Sequence[Buffer]) -> None:

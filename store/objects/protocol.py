@@ -53,8 +53,12 @@ class ObjectStore(Protocol):
     def size(self, name: str) -> int:
         """Return an object's size in bytes. `ObjectNotFound` if absent."""
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield every object whose name starts with `prefix` (a folder and its slash, or "")."""
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """Yield every object under `prefix` (a folder and its slash, or ""), in no stated order.
+
+        Only names above `after`; what is skipped costs nothing, a folder at a time. `after` must
+        not be a folder's name: some servers then skip that whole folder.
+        """
 
     def delete(self, name: str) -> None:
         """Remove an object; absent is fine."""

@@ -1,0 +1,183 @@
+"""Make a captured unit part of the run: check what the ranks report, then commit it.
+
+Nothing is trusted that can be counted: every shard that the unit's geometry asks for must be
+reported by exactly one rank, every site must have proved its rows on every layer, and the heads of
+the ranks must make up all heads in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from capture.assembly import RankReport
+from capture.errors import RowsMissing
+from capture.rank import RankFacts
+from capture.rows import UnitLayout
+from capture.settings import CaptureSettings, UnitTask
+from store import keys
+from store.attempt import AttemptWriter
+from store.codec import Codec
+from store.commit import CommitResult, commit_unit
+from store.geometry import ArrayGeometry
+from store.objects.protocol import ObjectStore
+from store.run_format import (
+    ArrayRecord,
+    Commit,
+    LayerSemantics,
+    ObjectRecord,
+    Outcome,
+    PromptOutcomes,
+    RankRecord,
+    Site,
+)
+from store.shard import pack_chunk_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureShape:
+    """What every unit of this engine has in common."""
+
+    run_id: str
+    dtype: str
+    layers: tuple[LayerSemantics, ...]
+    settings: CaptureSettings
+    ranks: tuple[RankFacts, ...]
+
+    def site_heads(self, site: Site) -> list[int]:
+        """Return the site's global heads, rank after rank; must come out as 0, 1, 2, ..."""
+        heads = [head for rank in self.ranks for head in rank.heads[site.value]]
+        expected = self.layers[0].num_kv_heads if site.is_kv else self.layers[0].num_heads
+        if heads != list(range(expected)):
+            raise RowsMissing(f"the ranks write heads {heads} of {site.value}, not all {expected}")
+        return heads
+
+    def array(self, site: Site, num_tokens: int, chunk_sizes: dict[str, str]) -> ArrayRecord:
+        """Describe the site's array in a unit of `num_tokens` rows."""
+        layer = self.layers[0]
+        heads = self.site_heads(site)
+        head_size = layer.head_size if site in (Site.ROT_Q, Site.ROT_K) else layer.v_head_size
+        shard_heads = max(len(rank.heads[site.value]) for rank in self.ranks)
+        cut = ArrayGeometry.plan(
+            num_layers=len(self.layers),
+            num_tokens=num_tokens,
+            num_heads=len(heads),
+            shard_heads=shard_heads,
+            head_size=head_size,
+            item_bytes={"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype],
+        )
+        return ArrayRecord(
+            site=site.value,
+            dtype=self.dtype,
+            dims=["layer", "token", site.head_dim_name, "d_head"],
+            layers=[layer.layer for layer in self.layers],
+            heads=heads,
+            num_tokens=num_tokens,
+            head_size=head_size,
+            shard_tokens=cut.shard_tokens,
+            shard_heads=cut.shard_heads,
+            chunk_tokens=cut.chunk_tokens,
+            group_heads=cut.group_heads,
+            codec=self.settings.codec,
+            chunk_sizes=chunk_sizes,
+        )
+
+
+def commit_captured_unit(
+    objects: ObjectStore,
+    shape: CaptureShape,
+    task: UnitTask,
+    layout: UnitLayout,
+    reasons: dict[int, str],
+    reports: Sequence[RankReport],
+    timings: dict[str, float],
+) -> tuple[CommitResult, Commit]:
+    """Check the ranks' reports against the task and make the one create-only commit.
+
+    `reasons` says why prompts (by place in the unit) were not captured. Raises `RowsMissing` where
+    anything is missing or there twice, and the store's `CommitRefused` where objects are.
+    """
+    total = layout.total_rows
+    records = _rank_objects(shape, layout, reports)
+    arrays: list[ArrayRecord] = []
+    if total:
+        sizes = {name: size for report in reports for name, size in report.chunk_sizes.items()}
+        for site in shape.settings.sites:
+            prefix = f"{site.value}/"
+            arrays.append(
+                shape.array(
+                    site,
+                    total,
+                    {}
+                    if shape.settings.codec is Codec.RAW
+                    else {n: pack_chunk_sizes(s) for n, s in sizes.items() if n.startswith(prefix)},
+                )
+            )
+        _check_shards(arrays, {record.name for record in records})
+    writer = AttemptWriter(objects, task.unit, task.attempt, run_id=shape.run_id)
+    records += writer.put_metadata(arrays)
+    commit = Commit(
+        run_id=shape.run_id,
+        unit=task.unit,
+        attempt=task.attempt,
+        repair=task.repair,
+        first_prompt=task.first_prompt,
+        prompts=_outcomes(task, layout, reasons),
+        arrays=arrays,
+        objects=sorted(records, key=lambda record: record.name),
+        ranks=[
+            RankRecord(
+                rank=rank.rank,
+                heads={site: list(heads) for site, heads in rank.heads.items()},
+                objects=len(report.objects),
+                bytes=sum(record.bytes for record in report.objects),
+            )
+            for rank, report in zip(shape.ranks, reports, strict=True)
+        ],
+        timings={name: round(seconds, 6) for name, seconds in timings.items()},
+    )
+    return commit_unit(objects, commit), commit
+
+
+def _rank_objects(
+    shape: CaptureShape, layout: UnitLayout, reports: Sequence[RankReport]
+) -> list[ObjectRecord]:
+    records: list[ObjectRecord] = []
+    expected = layout.total_rows * len(shape.layers)
+    for rank, report in zip(shape.ranks, reports, strict=True):
+        for site in shape.settings.sites:
+            writes = bool(rank.heads[site.value])
+            proved = report.rows.get(site.value, 0)
+            if proved != (expected if writes else 0):
+                raise RowsMissing(
+                    f"unit {layout.unit}: rank {rank.rank} proved {proved} rows of {site.value} "
+                    f"over {len(shape.layers)} layers, {expected} were due"
+                )
+        records += report.objects
+    return records
+
+
+def _check_shards(arrays: Sequence[ArrayRecord], names: set[str]) -> None:
+    due = {
+        keys.shard_key(array.site, place)
+        for array in arrays
+        for place in array.geometry().shard_coordinates()
+    }
+    if due != names:
+        raise RowsMissing(
+            f"the ranks wrote {len(names)} shards, {len(due)} were due; missing "
+            f"{sorted(due - names)[:5]}, unknown {sorted(names - due)[:5]}"
+        )
+
+
+def _outcomes(task: UnitTask, layout: UnitLayout, reasons: dict[int, str]) -> PromptOutcomes:
+    ran = layout.num_rows > 0
+    return PromptOutcomes(
+        outcome=[Outcome.STORED if stored else Outcome.FAILED for stored in ran],
+        first_row=np.where(ran, layout.first_row, 0).tolist(),
+        num_rows=layout.num_rows.tolist(),
+        first_position=[0] * len(task.prompts),
+        reasons={str(place): reason for place, reason in sorted(reasons.items())},
+    )

