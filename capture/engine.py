@@ -19,7 +19,7 @@ from capture.adapters.vllm_engine import StepEngine, start_engine
 from capture.assembly import RankReport
 from capture.attention_layers import merge_semantics
 from capture.commit_unit import CaptureShape, commit_captured_unit
-from capture.errors import EngineDead, PromptRefused
+from capture.errors import CaptureError, EngineDead, PromptRefused
 from capture.rows import UnitLayout
 from capture.settings import (
     CaptureSettings,
@@ -94,6 +94,11 @@ class CaptureEngine:
         return cls(step_engine, shape, location)
 
     @property
+    def step_engine(self) -> StepEngine:
+        """The engine below; for benchmarks and tests that drive it without units."""
+        return self._engine
+
+    @property
     def in_flight(self) -> int:
         """Units admitted and not yet reported."""
         return len(self._units)
@@ -143,6 +148,13 @@ class CaptureEngine:
             if any(unit.sealed and unit.commit is None for unit in self._units.values()):
                 self._collect()
         return self._results()
+
+    def reopen(self, location: StoreLocation) -> None:
+        """Send the units admitted from now on to another run. Only with nothing in flight."""
+        if self._units:
+            raise CaptureError(f"{len(self._units)} units are in flight; let them end first")
+        self._objects = open_store(location.url, location.options)
+        self._engine.call("capture_open", location)
 
     def shutdown(self) -> None:
         """End the engine and its processes. Units in flight are lost, never half committed."""

@@ -175,6 +175,10 @@ class RankCapture:
         """Forget an attempt that will not be committed."""
         self._assembly.drop_unit(key)
 
+    def fail_unit(self, key: int, reason: str) -> None:
+        """Give up an attempt: its rows are still copied, then dropped; its report says `reason`."""
+        self._assembly.fail_unit(key, reason)
+
     def poll(self) -> list[RankReport]:
         """Return the reports that came since the last call; raise the first error of no unit."""
         self._assembly.check()

@@ -78,6 +78,9 @@ class _CaptureRpc:
     def capture_drop_unit(self, key: int) -> None:
         self._capture.drop_unit(key)
 
+    def capture_fail_unit(self, key: int, reason: str) -> None:
+        self._capture.fail_unit(key, reason)
+
     def capture_poll(self) -> list[RankReport]:
         return self._capture.poll()
 
