@@ -175,7 +175,10 @@ def _check_shards(arrays: Sequence[ArrayRecord], names: set[str]) -> None:
 def _outcomes(task: UnitTask, layout: UnitLayout, reasons: dict[int, str]) -> PromptOutcomes:
     ran = layout.num_rows > 0
     return PromptOutcomes(
-        outcome=[Outcome.STORED if stored else Outcome.FAILED for stored in ran],
+        outcome=[
+            Outcome.STORED if stored else Outcome.SKIPPED if prompt.skipped else Outcome.FAILED
+            for stored, prompt in zip(ran, task.prompts, strict=True)
+        ],
         first_row=np.where(ran, layout.first_row, 0).tolist(),
         num_rows=layout.num_rows.tolist(),
         first_position=[0] * len(task.prompts),

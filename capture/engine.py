@@ -45,6 +45,11 @@ class _InFlight:
     reasons: dict[int, str]
     started: float
     unfinished: int
+    waiting: list[int] = field(default_factory=list)
+    """Places of a unit in batches that are not in the engine yet, in order."""
+    running: int = 0
+    reached: int = 0
+    """Leading prompts of a unit in batches that the engine is done with."""
     reports: dict[int, RankReport] = field(default_factory=dict)
     sealed: bool = False
     commit: Future[UnitResult] | None = None
@@ -103,6 +108,10 @@ class CaptureEngine:
         """Units admitted and not yet reported."""
         return len(self._units)
 
+    def prompts_finished(self, unit: int) -> int:
+        """Return how many leading prompts of a unit that runs in batches are done with."""
+        return next((u.reached for u in self._units.values() if u.task.unit == unit), 0)
+
     def admit(self, task: UnitTask) -> None:
         """Queue a unit. Prompts that vLLM refuses count as failed, with its reason."""
         self._check_alive()
@@ -122,10 +131,16 @@ class CaptureEngine:
                 rows[place] = len(prompt.token_ids)
             layout = UnitLayout.plan(key, task.unit, task.attempt, rows)
             unfinished = sum(1 for count in rows if count)
-            self._units[key] = _InFlight(task, layout, reasons, time.monotonic(), unfinished)
+            unit = _InFlight(task, layout, reasons, time.monotonic(), unfinished)
+            self._units[key] = unit
             self._engine.call("capture_begin_unit", layout)
             if not unfinished:
                 self._seal(key)
+            elif task.batch_prompts:
+                # All were added so that vLLM could refuse them; none has run yet.
+                self._engine.abort(key)
+                unit.waiting = [place for place, count in enumerate(rows) if count]
+                self._feed(key, unit)
 
     def advance(self) -> list[UnitResult]:
         """Run one engine step, if there is work, and return the units that ended meanwhile."""
@@ -137,12 +152,15 @@ class CaptureEngine:
                     if unit is None:
                         continue
                     unit.unfinished -= 1
+                    unit.running -= 1
                     if finished.error is not None:
                         self._engine.call("capture_drop_unit", finished.unit)
                         self._engine.abort(finished.unit)
                         unit.unfinished = 0
                     if not unit.unfinished:
                         self._seal(finished.unit)
+                    elif unit.waiting and not unit.running:
+                        self._feed(finished.unit, unit)
             elif self._units:
                 time.sleep(IDLE_POLL_SECONDS)
             if any(unit.sealed and unit.commit is None for unit in self._units.values()):
@@ -161,8 +179,17 @@ class CaptureEngine:
         self._committer.shutdown(wait=True, cancel_futures=True)
         self._engine.shutdown()
 
+    def _feed(self, key: int, unit: _InFlight) -> None:
+        """Give the engine the next batch of a unit that runs in batches."""
+        size = unit.task.batch_prompts
+        batch, unit.waiting = unit.waiting[:size], unit.waiting[size:]
+        unit.reached, unit.running = batch[0], len(batch)
+        for place in batch:
+            self._engine.add(key, place, unit.task.prompts[place].token_ids)
+
     def _seal(self, key: int) -> None:
-        self._units[key].sealed = True
+        unit = self._units[key]
+        unit.sealed, unit.reached = True, len(unit.task.prompts)
         self._engine.call("capture_seal_unit", key)
 
     def _collect(self) -> None:
@@ -209,7 +236,7 @@ class CaptureEngine:
                     attempt=task.attempt,
                     status=UnitStatus.COMMITTED if result.won else UnitStatus.SUPERSEDED,
                     stored=int((unit.layout.num_rows > 0).sum()),
-                    failed=len(unit.reasons),
+                    failed=sum(not task.prompts[place].skipped for place in unit.reasons),
                     tokens=unit.layout.total_rows,
                     bytes=sum(record.bytes for record in commit.objects),
                     seconds=seconds,

@@ -89,6 +89,8 @@ class PromptTask:
     token_ids: np.ndarray
     """int32 [num_tokens]"""
     reason: str | None = None
+    skipped: bool = False
+    """With a reason: it counts as skipped, not as failed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,8 @@ class EngineConfig(Section):
     max_num_batched_tokens: Annotated[int, Field(ge=1)] = 8192
     max_num_seqs: Annotated[int, Field(ge=1)] = 256
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.85
-    cpu_kv_cache_gib: Annotated[float, Field(gt=0)] = 1.0
+    cpu_kv_cache_gib: Annotated[int, Field(ge=1)] = 1
+    """vLLM takes whole GiB here; only on CPUs."""
     host_bytes: Bytes = 1 << 30
     device_bytes: Bytes = 1 << 30
     slot_bytes: Bytes = 64 << 20

