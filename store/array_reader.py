@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from store.chunk_cache import ChunkCache
 from store.codec import DTYPES
 from store.errors import DamagedObject, ObjectNotFound
+from store.explain import ReadCost
 from store.objects.protocol import ObjectStore
 from store.read_plan import (
     ChunkLayout,
@@ -89,10 +90,6 @@ class ArrayReader:
     def cache(self) -> ChunkCache:
         return self._cache
 
-    @property
-    def cost(self) -> CostModel:
-        return self._options.cost
-
     def read(
         self,
         prefix: str,
@@ -117,8 +114,17 @@ class ArrayReader:
                 wanted.append(chunk)
             else:
                 _place(cached, chunk, out_LHTD)
-        self._fetch(prefix, layout, coalesce(wanted, self.cost), out_LHTD, use_cache)
+        self._fetch(prefix, layout, coalesce(wanted, self._options.cost), out_LHTD, use_cache)
         return out_LHTD
+
+    def cost_of(
+        self, layout: ChunkLayout, layers: Indices, heads: Indices, rows: Indices
+    ) -> ReadCost:
+        """Return what `read` of the same would cost with nothing cached; reads nothing."""
+        reads = coalesce(plan_chunks(layout, layers, heads, rows), self._options.cost)
+        geometry = layout.geometry
+        values = len(layers) * len(heads) * len(rows) * geometry.head_size
+        return ReadCost.of(reads, values * geometry.item_bytes)
 
     def map(self, function: Any, items: Sequence[Any]) -> list[Any]:
         """Return `function` of each item, in order, run on the reading threads."""

@@ -7,7 +7,7 @@ numbers, positions and token strings, so that a slice can never be mistaken for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,16 @@ import xarray as xr
 from numpy.typing import DTypeLike, NDArray
 
 from store import keys, rebuild, run_card
+from store.across_prompts import AcrossPrompts
 from store.array_reader import ArrayReader, ReadOptions
 from store.errors import ObjectNotFound, RunError, RunNotFound, SiteNotFound
+from store.explain import ReadCost
 from store.labelled import TokenAxis, label
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
+from store.prompt_blocks import BlockReader, choose
 from store.run_format import LayerSemantics, ModelManifest, RunManifest, Site
-from store.run_index import RunIndex
+from store.run_index import Prompt, RunIndex
 from store.sealed_json import MAX_JSON_BYTES
 from store.selection import AxisSelection, Choice, select
 from store.site_names import REBUILT, NamedSite, SiteName, resolve
@@ -31,9 +34,6 @@ from store.unit_arrays import PromptArray, UnitArrays
 
 if TYPE_CHECKING:
     from store.site_view import SiteView
-
-Prompt = str | int
-"""A prompt's id, or its row in `run.prompts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def open_run(
     return Run(open_store(url, options), reading or ReadOptions())
 
 
-class Run:
+class Run(AcrossPrompts):
     """One run, readable while it is still being written. Safe to use from several threads."""
 
     def __init__(self, objects: ObjectStore, reading: ReadOptions) -> None:
@@ -229,6 +229,37 @@ class Run:
         """Return attention scores before the softmax, as `pattern` does; masked ones are -inf."""
         return self._attention("scores", prompt, (layer, head, query, key), by_place)
 
+    def explain(
+        self,
+        site: SiteName,
+        *,
+        prompt: Prompt | Sequence[Prompt],
+        layer: Choice = None,
+        head: Choice = None,
+        pos: Choice = None,
+    ) -> ReadCost:
+        """Return what reading this would cost: calls, requests, bytes; reads no array.
+
+        A list of prompts is planned as batches read it: neighbours of a unit together. Nothing is
+        taken to be cached. For a pattern or scores it is the cost of their rot_q and rot_k.
+        """
+        named = self._resolve(site)
+        layer = _one_layer(named, layer)
+        if named.site in REBUILT:
+            prompts = [prompt] if isinstance(prompt, (str, int)) else prompt
+            choices = (layer, head, pos, None)
+            return ReadCost.total(
+                rebuild.cost(named.site, self.model.layers, *self._attention_parts(one, choices))
+                for one in prompts
+            )
+        if isinstance(prompt, (str, int)):
+            array = self._prompt_array(prompt, named.site)
+            picked = array.select(layer, head, pos, by_place=False)
+            return array.cost(*(axis.indices for axis in picked))
+        reader = BlockReader(self._index, self._arrays, named.site, layer, head)
+        chosen = choose(self._index, prompt, pos=pos, block_rows=1 << 40)
+        return ReadCost.total(reader.cost(block) for block in chosen.blocks)
+
     def __getitem__(self, site: SiteName) -> SiteView:
         """Return a view that has read nothing: `run["z"]`, `run["blocks.12.attn.hook_z"]`."""
         from store.site_view import SiteView
@@ -298,15 +329,25 @@ class Run:
         by_place: bool,
     ) -> xr.DataArray:
         self._resolve(kind)
+        rot_q, rot_k, picked = self._attention_parts(prompt, choices, by_place=by_place)
+        values = rebuild.attention(kind, self.model.layers, rot_q, rot_k, picked)
+        return label(kind, values, picked, self._token_axis(rot_q))
+
+    def _attention_parts(
+        self,
+        prompt: Prompt,
+        choices: tuple[Choice, Choice, Choice, Choice],
+        *,
+        by_place: bool = False,
+    ) -> tuple[PromptArray, PromptArray, tuple[AxisSelection, ...]]:
         layer, head, query, key = choices
         rot_q, rot_k = (self._prompt_array(prompt, site) for site in ("rot_q", "rot_k"))
-        picked: tuple[AxisSelection, ...] = (
+        picked = (
             *rot_q.select(layer, head, None, by_place=by_place)[:2],
             select("query_pos", rot_q.positions, query, by_place=by_place),
             select("key_pos", rot_k.positions, key, by_place=by_place),
         )
-        values = rebuild.attention(kind, self.model.layers, rot_q, rot_k, picked)
-        return label(kind, values, picked, self._token_axis(rot_q))
+        return rot_q, rot_k, picked
 
 
 def _one_layer(named: NamedSite, layer: Choice) -> Choice:

@@ -22,8 +22,17 @@ from numpy.typing import NDArray
 from store.commit import committed_units, read_commit
 from store.errors import FormatError, PromptNotFound, PromptNotStored
 from store.objects.protocol import ObjectStore
-from store.plan import PROMPT_FIELDS, read_prompts, read_segments, read_units
-from store.run_format import Commit, Outcome, PlanFile, PlanManifest
+from store.plan import (
+    PROMPT_FIELDS,
+    read_prompt_file,
+    read_prompts,
+    read_segments,
+    read_units,
+)
+from store.run_format import Commit, Outcome, PlanManifest
+
+Prompt = str | int
+"""A prompt's id, or its row in the prompts table."""
 
 Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
@@ -61,6 +70,8 @@ class UnitSummary:
     unit: int
     first_prompt: int
     outcomes: tuple[Outcome, ...]
+    num_rows: NDArray[np.int64]
+    first_positions: NDArray[np.int64]
     reasons: dict[int, str]
     bytes: int
 
@@ -74,7 +85,7 @@ class RunIndex:
         self._lock = threading.RLock()
         self._segments: list[PlanManifest] = []
         self._table: pa.Table | None = None
-        self._token_tables: OrderedDict[tuple[int, str], pa.Table] = OrderedDict()
+        self._token_tables: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
         self._units: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._commit_names: dict[int, str] = {}
         self._commits: OrderedDict[str, Commit] = OrderedDict()
@@ -127,19 +138,18 @@ class RunIndex:
     def tokens(self, row: int) -> tuple[NDArray[np.int32], list[str]]:
         """Return a prompt's token ids and strings; loads the plan file that holds them."""
         segment, file, within = self._file_of(row)
-        key = (segment.segment, file.name)
+        key = (segment.segment, file)
         with self._lock:
             table = self._token_tables.pop(key, None)
             if table is None:
-                one_file = segment.model_copy(update={"prompts": [file]})
-                table = read_prompts(self._objects, one_file, columns=TOKEN_COLUMNS)
+                table = read_prompt_file(self._objects, segment, file, TOKEN_COLUMNS)
             self._token_tables[key] = table
             while len(self._token_tables) > KEPT_TOKEN_TABLES:
                 self._token_tables.popitem(last=False)
         ids, strings = (table[name][within] for name in TOKEN_COLUMNS)
         return np.asarray(ids.values, np.int32), strings.as_py()
 
-    def locate(self, prompt: str | int) -> PromptPlace:
+    def locate(self, prompt: Prompt) -> PromptPlace:
         """Return the place of a prompt given by its id or its row in the prompts table.
 
         Raises `PromptNotFound`, naming ids that are spelled nearly so.
@@ -150,7 +160,7 @@ class RunIndex:
         at = int(np.searchsorted(firsts, row, side="right")) - 1
         return PromptPlace(row, prompt_id, int(units[at]), row - int(firsts[at]))
 
-    def rows_of(self, prompts: Sequence[str | int]) -> NDArray[np.int64]:
+    def rows_of(self, prompts: Sequence[Prompt]) -> NDArray[np.int64]:
         """Return the rows of many prompts at once. Raises `PromptNotFound` for an unknown one."""
         ids = [prompt for prompt in prompts if isinstance(prompt, str)]
         if ids:
@@ -164,7 +174,19 @@ class RunIndex:
             return np.asarray(rows, np.int64)
         return np.asarray([self._row_of_number(p) for p in prompts], np.int64)  # type: ignore[arg-type]
 
-    def stored(self, prompt: str | int) -> StoredPrompt:
+    def units_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the unit of each prompt row."""
+        units, firsts = self._unit_table()
+        return units[np.searchsorted(firsts, rows, side="right") - 1]
+
+    def stored_places(self, unit: int) -> Sequence[int]:
+        """Return the first row, on the unit's token axis, of each of its prompts."""
+        commit = self.commit(unit)
+        if commit is None:
+            raise PromptNotStored(f"unit {unit} is not committed")
+        return commit.prompts.first_row
+
+    def stored(self, prompt: Prompt) -> StoredPrompt:
         """Return a prompt's rows.
 
         Raises `PromptNotFound`, or `PromptNotStored` with the prompt's state and its reason.
@@ -260,13 +282,14 @@ class RunIndex:
                 self._units = (unit, first)
             return self._units
 
-    def _file_of(self, row: int) -> tuple[PlanManifest, PlanFile, int]:
+    def _file_of(self, row: int) -> tuple[PlanManifest, int, int]:
+        """Return (segment, place of the file in it, row in the file)."""
         for segment in self._segments:
             within = row - segment.first_prompt
             if within < segment.num_prompts:
-                for file in segment.prompts:
+                for place, file in enumerate(segment.prompts):
                     if within < file.rows:
-                        return segment, file, within
+                        return segment, place, within
                     within -= file.rows
         raise PromptNotFound(f"there is no prompt row {row}; the run has {self.num_prompts}")
 
@@ -289,6 +312,8 @@ def _summary(commit: Commit) -> UnitSummary:
         unit=commit.unit,
         first_prompt=commit.first_prompt,
         outcomes=tuple(commit.prompts.outcome),
+        num_rows=np.asarray(commit.prompts.num_rows, np.int64),
+        first_positions=np.asarray(commit.prompts.first_position, np.int64),
         reasons={int(place): why for place, why in commit.prompts.reasons.items()},
         bytes=sum(record.bytes for record in commit.objects),
     )

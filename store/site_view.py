@@ -12,11 +12,12 @@ import xarray as xr
 from numpy.typing import DTypeLike
 
 from store.run_format import LayerSemantics, Site
+from store.run_index import Prompt
 from store.selection import Choice, describe
 from store.site_names import REBUILT, NamedSite, SiteName
 
 if TYPE_CHECKING:
-    from store.run import Prompt, Run
+    from store.run import Run
 
 
 class SiteView:

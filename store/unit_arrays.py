@@ -17,10 +17,11 @@ from numpy.typing import NDArray
 from store import keys
 from store.array_reader import ArrayReader
 from store.errors import SiteNotFound
+from store.explain import ReadCost
 from store.read_plan import ChunkLayout
 from store.run_format import Commit, Site
 from store.run_index import StoredPrompt
-from store.selection import AxisSelection, Choice, describe, select
+from store.selection import AxisSelection, Choice, select
 
 KEPT_LAYOUTS = 256
 
@@ -83,6 +84,10 @@ class PromptArray:
         """Return values [L, H, P, D]; `places` count from the prompt's first row."""
         return self.reader.read(self.prefix, self.layout, layers, heads, places + self.first_row)
 
+    def cost(self, layers: Indices, heads: Indices, places: Indices) -> ReadCost:
+        """Return what `read` of the same would cost with nothing cached; reads nothing."""
+        return self.reader.cost_of(self.layout, layers, heads, places + self.first_row)
+
 
 class UnitArrays:
     """Finds a stored prompt's rows in its unit's arrays."""
@@ -122,11 +127,3 @@ class UnitArrays:
             while len(self._layouts) > KEPT_LAYOUTS:
                 self._layouts.popitem(last=False)
             return layout
-
-
-def held(array: PromptArray) -> str:
-    """Return what a prompt's array holds, for messages and views."""
-    return (
-        f"layers {describe(array.layers)}, {array.head_axis}s {describe(array.heads)}, "
-        f"positions {describe(array.positions)}"
-    )

@@ -1,0 +1,262 @@
+"""What a run answers over many prompts at once: streams, reductions, queries.
+
+The other half of `store.run.Run`, which inherits it; knows the run's index and arrays through it.
+Everything here streams: memory is bounded by a buffer or a block, not by the run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import xarray as xr
+from numpy.typing import DTypeLike, NDArray
+
+from store import reductions
+from store.batches import BLOCK_ROWS, BUFFER_BYTES, Batches, BatchOrder, Unit
+from store.errors import PromptNotStored, SiteNotFound
+from store.head_scores import Scorer, attention_to_tokens, scorer
+from store.prompt_blocks import BlockReader, Chosen, choose
+from store.run_format import LayerSemantics
+from store.run_index import Prompt, RunIndex
+from store.selection import Choice
+from store.site_names import REBUILT, NamedSite, SiteName
+from store.unit_arrays import UnitArrays
+
+if TYPE_CHECKING:
+    from store.run import RunModel, Tokens
+
+
+class AcrossPrompts:
+    """The methods of `Run` that go over many prompts."""
+
+    _index: RunIndex
+    _arrays: UnitArrays
+
+    if TYPE_CHECKING:
+
+        @property
+        def model(self) -> RunModel: ...
+
+        @property
+        def prompts(self) -> pa.Table: ...
+
+        def tokens(self, prompt: Prompt) -> Tokens: ...
+
+        def _resolve(self, site: SiteName) -> NamedSite: ...
+
+    def batches(
+        self,
+        sites: Sequence[SiteName],
+        *,
+        layers: Choice = None,
+        heads: Choice = None,
+        prompts: Iterable[Prompt] | None = None,
+        pos: Choice = None,
+        size: int = 256,
+        by: Unit = "token",
+        shuffle: int | None = None,
+        buffer_bytes: int = BUFFER_BYTES,
+        worker: tuple[int, int] = (0, 1),
+        position: int = 0,
+        drop_last: bool = False,
+        dtype: DTypeLike | None = None,
+    ) -> Batches:
+        """Return a stream of batches of `size` rows (`by="token"`) or whole prompts (`"prompt"`).
+
+        `shuffle` is a seed: the same one gives the same stream. Rows mix within `buffer_bytes`,
+        which also bounds the memory; a prompt larger than half of it goes alone. `worker` (which,
+        of how many) deals the prompts out: every row comes to exactly one worker. `position`
+        resumes after the batch that had it. `heads` are key-value heads for rot_k and v. Prompts
+        that are named must be stored; None takes all that are, and `.missing` counts the others.
+        """
+        order = BatchOrder(size, by, shuffle, buffer_bytes, worker, drop_last)
+        readers = [self._block_reader(site, layers, heads) for site in sites]
+        chosen = self._choose(readers, prompts, pos, buffer_bytes // 8)
+        kept = None if dtype is None else np.dtype(dtype)
+        return Batches(chosen, readers, order, position=position, dtype=kept)
+
+    def head_scores(
+        self,
+        kind: str = "induction",
+        *,
+        prompts: Iterable[Prompt] | None = None,
+        layers: Choice = None,
+        heads: Choice = None,
+        per_prompt: bool = False,
+    ) -> xr.DataArray | pa.Table:
+        """Return what each head does on average, dims (layer, head): `kind` names the score.
+
+        `induction`, `previous_token`, `duplicate_token`, `first_token`, `current_token`, `entropy`:
+        `store.head_scores` defines them. The mean is over every query that counts, of every prompt.
+        `per_prompt` gives an Arrow table instead: prompt_id, layer, head, queries, score. Raises
+        `ValueError` for an unknown kind.
+        """
+        return self._head_scores(scorer(kind), kind, prompts, layers, heads, per_prompt)
+
+    def attention_to(
+        self,
+        tokens: Sequence[int] | str,
+        *,
+        prompts: Iterable[Prompt] | None = None,
+        layers: Choice = None,
+        heads: Choice = None,
+        per_prompt: bool = False,
+    ) -> xr.DataArray | pa.Table:
+        r"""Return how much each head attends to earlier tokens of a class, as `head_scores` does.
+
+        `tokens` are token ids, or a regular expression that a token's whole string must match,
+        such as `r"\s*[.,;:]"`.
+        """
+        named = list(prompts) if prompts is not None else None
+        ids = self._matching_ids(tokens, named) if isinstance(tokens, str) else list(tokens)
+        score = attention_to_tokens(np.asarray(ids, np.int64))
+        return self._head_scores(score, "attention_to", named, layers, heads, per_prompt)
+
+    def moments(
+        self,
+        site: SiteName,
+        *,
+        prompts: Iterable[Prompt] | None = None,
+        layers: Choice = None,
+        heads: Choice = None,
+        pos: Choice = None,
+    ) -> xr.Dataset:
+        """Return `mean` and `std` of a site over all rows, dims (layer, head|kv_head, d_head)."""
+        reader = self._block_reader(site, layers, heads)
+        chosen = self._choose([reader], prompts, pos, reductions.BLOCK_BYTES)
+        return reductions.moments(chosen, reader)
+
+    def top_rows(
+        self,
+        site: SiteName,
+        k: int = 10,
+        *,
+        direction: NDArray[Any] | None = None,
+        prompts: Iterable[Prompt] | None = None,
+        layers: Choice = None,
+        heads: Choice = None,
+        pos: Choice = None,
+    ) -> pa.Table:
+        """Return the k rows with the largest norm, or dot product with `direction` (d_head).
+
+        Columns: prompt_id, pos, token, layer, head, value; descending, over all picked layers and
+        heads together.
+        """
+        reader = self._block_reader(site, layers, heads)
+        chosen = self._choose([reader], prompts, pos, reductions.BLOCK_BYTES)
+        found = reductions.top_rows(chosen, reader, k, direction)
+        rows = [self.tokens(row) for _, row, _, _, _ in found]
+        return pa.table(
+            {
+                "prompt_id": pa.array([t.prompt for t in rows], pa.string()),
+                "pos": pa.array([pos for _, _, pos, _, _ in found], pa.int64()),
+                "token": pa.array(
+                    [t.strings[f[2]] for t, f in zip(rows, found, strict=True)], pa.string()
+                ),
+                "layer": pa.array([f[3] for f in found], pa.int64()),
+                "head": pa.array([f[4] for f in found], pa.int64()),
+                "value": pa.array([f[0] for f in found], pa.float64()),
+            }
+        )
+
+    def sql(self, query: str, **tables: pa.Table) -> pa.Table:
+        """Return the answer of a DuckDB query over the tables `prompts`, `tokens` and `units`.
+
+        `tokens` is long (prompt_id, pos, token_id, token) and only built if the query names it.
+        `tables` adds Arrow tables of yours, such as `head_scores(..., per_prompt=True)`. The query
+        can reach nothing else: no files, no network. Needs `pip install attnstore[query]`.
+        """
+        from store.query import run_sql
+
+        return run_sql(query, self._tables(query), tables)
+
+    def where(self, condition: str) -> list[str]:
+        """Return the ids of the prompts that meet an SQL condition, in plan order.
+
+        `run.where("split = 'test' and num_tokens < 512")`; columns are those of `prompts`.
+        """
+        from store.query import matching_prompts
+
+        return matching_prompts(condition, self.prompts)
+
+    def _tables(self, query: str) -> Mapping[str, pa.Table]:
+        from store.query import token_table, unit_table
+
+        built: dict[str, pa.Table] = {"prompts": self.prompts}
+        if re.search(r"\btokens\b", query, re.IGNORECASE):
+            built["tokens"] = token_table(self._index)
+        if re.search(r"\bunits\b", query, re.IGNORECASE):
+            built["units"] = unit_table(self._index)
+        return built
+
+    def _head_scores(
+        self,
+        score: Scorer,
+        name: str,
+        prompts: Iterable[Prompt] | None,
+        layers: Choice,
+        heads: Choice,
+        per_prompt: bool,
+    ) -> xr.DataArray | pa.Table:
+        self._resolve("pattern")
+        rot_q = self._block_reader("rot_q", layers, heads)
+        rot_k = self._block_reader("rot_k", layers, None)
+        chosen = self._choose([rot_q, rot_k], prompts, None, reductions.BLOCK_BYTES)
+        if not chosen.blocks:
+            raise PromptNotStored("no stored prompt matches: there is nothing to score")
+        picked_layers, picked_heads = (
+            axis.labels.tolist() for axis in rot_q.axes(chosen.blocks[0])
+        )
+        semantics: Mapping[int, LayerSemantics] = self.model.layers
+        stream = reductions.prompt_scores(
+            chosen, rot_q, rot_k, semantics, lambda row: self._index.tokens(row)[0], score
+        )
+        if per_prompt:
+            ids = self._index.table()["prompt_id"]
+            return reductions.score_table(stream, picked_layers, picked_heads, ids)
+        return reductions.mean_head_scores(stream, picked_layers, picked_heads, name)
+
+    def _block_reader(self, site: SiteName, layers: Choice, heads: Choice) -> BlockReader:
+        named = self._resolve(site)
+        if named.site in REBUILT:
+            raise SiteNotFound(f"{named.site} is not streamed in batches; stream rot_q and rot_k")
+        chosen = layers if named.layer is None else [named.layer]
+        return BlockReader(self._index, self._arrays, named.site, chosen, heads)
+
+    def _choose(
+        self,
+        readers: Sequence[BlockReader],
+        prompts: Iterable[Prompt] | None,
+        pos: Choice,
+        block_bytes: int,
+    ) -> Chosen:
+        """Cut the wanted prompts into blocks within `block_bytes`, at most `BLOCK_ROWS` rows."""
+        named = None if prompts is None else list(prompts)
+        chosen = choose(self._index, named, pos=pos, block_rows=BLOCK_ROWS)
+        if not chosen.blocks:
+            return chosen
+        row_bytes = sum(reader.row_bytes(chosen.blocks[0]) for reader in readers)
+        fitting = max(1, block_bytes // max(1, row_bytes))
+        if fitting >= BLOCK_ROWS:
+            return chosen
+        return choose(self._index, named, pos=pos, block_rows=fitting)
+
+    def _matching_ids(self, expression: str, prompts: Sequence[Prompt] | None) -> list[int]:
+        wanted = re.compile(expression)
+        rows = range(self._index.num_prompts) if prompts is None else self._index.rows_of(prompts)
+        found: set[int] = set()
+        seen: set[int] = set()
+        for row in rows:
+            ids, strings = self._index.tokens(int(row))
+            for number, string in zip(ids.tolist(), strings, strict=True):
+                if number not in seen:
+                    seen.add(number)
+                    if wanted.fullmatch(string):
+                        found.add(number)
+        if not found:
+            raise SiteNotFound(f"no token of these prompts matches {expression!r}")
+        return sorted(found)

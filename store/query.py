@@ -1,0 +1,107 @@
+"""SQL over a run's tables with DuckDB, in memory and closed to everything else.
+
+Knows Arrow tables; never knows object stores: tables arrive through our own object layer, so DuckDB
+needs no extension for S3 and may not touch files or the network. A query is data from a user, not
+from a run, but a run's text may have been pasted into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from store.run_index import RunIndex
+
+TOKEN_FIELDS = pa.schema(
+    [
+        ("prompt_id", pa.string()),
+        ("pos", pa.int64()),
+        ("token_id", pa.int32()),
+        ("token", pa.string()),
+    ]
+)
+
+
+class QueryRefused(ValueError):
+    """A query did not parse, names what is not there, or reaches outside its tables."""
+
+
+def run_sql(
+    query: str, tables: Mapping[str, pa.Table], more: Mapping[str, pa.Table] | None = None
+) -> pa.Table:
+    """Return the query's answer. Raises `QueryRefused` with DuckDB's reason and the tables."""
+    duckdb = _duckdb()
+    everything = {**tables, **(more or {})}
+    with _connect(duckdb) as connection:
+        for name, table in everything.items():
+            connection.register(name, table)
+        try:
+            answer = connection.sql(query)
+            if answer is None:
+                raise QueryRefused(f"{query!r} is no question: it gives no table")
+            return answer.to_arrow_table()
+        except duckdb.Error as error:
+            columns = "; ".join(f"{n}({', '.join(t.column_names)})" for n, t in everything.items())
+            raise QueryRefused(f"{error}\ntables: {columns}") from error
+
+
+def matching_prompts(condition: str, prompts: pa.Table) -> list[str]:
+    """Return the ids of the prompts that meet an SQL condition, in plan order."""
+    numbered = prompts.append_column("_row", pa.array(np.arange(prompts.num_rows)))
+    query = f"select prompt_id from prompts where ({condition}) order by _row"
+    ids: list[str] = run_sql(query, {"prompts": numbered})["prompt_id"].to_pylist()
+    return ids
+
+
+def token_table(index: RunIndex) -> pa.Table:
+    """Return every token of every prompt: prompt_id, pos, token_id, token."""
+    ids = index.table()["prompt_id"]
+    parts = []
+    for row in range(index.num_prompts):
+        token_ids, strings = index.tokens(row)
+        count = len(token_ids)
+        columns = [
+            pa.repeat(ids[row], count),
+            pa.array(np.arange(count)),
+            pa.array(token_ids),
+            pa.array(strings, pa.string()),
+        ]
+        parts.append(pa.table(columns, schema=TOKEN_FIELDS))
+    return pa.concat_tables(parts) if parts else TOKEN_FIELDS.empty_table()
+
+
+def unit_table(index: RunIndex) -> pa.Table:
+    """Return the committed units: unit, prompts, rows, bytes."""
+    summaries = index.summaries()
+    return pa.table(
+        {
+            "unit": pa.array([s.unit for s in summaries], pa.int64()),
+            "prompts": pa.array([len(s.outcomes) for s in summaries], pa.int64()),
+            "rows": pa.array([int(s.num_rows.sum()) for s in summaries], pa.int64()),
+            "bytes": pa.array([s.bytes for s in summaries], pa.int64()),
+        }
+    )
+
+
+def _connect(duckdb: Any) -> Any:
+    return duckdb.connect(
+        ":memory:",
+        config={
+            "enable_external_access": "false",
+            "autoinstall_known_extensions": "false",
+            "autoload_known_extensions": "false",
+            "python_enable_replacements": "false",
+            "lock_configuration": "true",
+        },
+    )
+
+
+def _duckdb() -> Any:
+    try:
+        import duckdb
+    except ImportError as error:
+        raise ImportError("queries need DuckDB: pip install 'attnstore[query]'") from error
+    return duckdb

@@ -1,0 +1,237 @@
+"""One number, or one small table, from all of a run: streamed block by block, never loaded whole.
+
+Knows blocks of prompts, the layers' semantics and tokens; leaves formulas to `store.attention` and
+`store.head_scores`. Sums are float64. Memory is one block's rows and one tile of pattern.
+
+Legend: L layers, N heads, R rows, D head size, Q queries of a tile, K keys.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xarray as xr
+from numpy.typing import NDArray
+
+from store import attention
+from store.attention import HeadRows
+from store.head_scores import Scorer, Tile
+from store.prompt_blocks import Block, BlockReader, Chosen, split_rows
+from store.run_format import LayerSemantics
+
+Indices = NDArray[np.int64]
+Float64 = NDArray[np.float64]
+TokenIds = Callable[[int], NDArray[np.int32]]
+
+BLOCK_BYTES = 64 << 20
+TILE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScore:
+    """A prompt's sum of a score over its counted queries, [L, N], and how many they are."""
+
+    row: int
+    total: Float64
+    queries: int
+
+
+def prompt_scores(
+    chosen: Chosen,
+    rot_q: BlockReader,
+    rot_k: BlockReader,
+    semantics: Mapping[int, LayerSemantics],
+    token_ids: TokenIds,
+    score: Scorer,
+) -> Iterator[PromptScore]:
+    """Yield every prompt's score sums, in plan order. `rot_k` must read every kv head."""
+    for block in chosen.blocks:
+        layers, heads = rot_q.axes(block)
+        _, kv_heads = rot_k.axes(block)
+        sums = {p.row: np.zeros((len(layers), len(heads))) for p in block.prompts}
+        counts = dict.fromkeys(sums, 0)
+        row_bytes = rot_q.row_bytes(block) + rot_k.row_bytes(block)
+        for some in _layer_parts(len(layers), block.num_rows * row_bytes):
+            q_LNRD, k_LGRD = rot_q.read(block, layers=some), rot_k.read(block, layers=some)
+            for place, layer in enumerate(some.tolist()):
+                layer_semantics = semantics[int(layers.labels[layer])]
+                for prompt, rows in split_rows(block):
+                    q = HeadRows(q_LNRD[place, :, rows], heads.labels.tolist(), prompt.positions)
+                    k = HeadRows(k_LGRD[place, :, rows], kv_heads.labels.tolist(), prompt.positions)
+                    total, queries = _score(layer_semantics, q, k, token_ids(prompt.row), score)
+                    sums[prompt.row][layer] = total
+                    counts[prompt.row] = queries
+        for row, total in sums.items():
+            yield PromptScore(row, total, counts[row])
+
+
+def _score(
+    semantics: LayerSemantics,
+    rot_q: HeadRows,
+    rot_k: HeadRows,
+    ids: NDArray[np.int32],
+    score: Scorer,
+) -> tuple[Float64, int]:
+    """Return one layer's [N] score sums over a prompt's queries, and how many counted."""
+    tokens = len(rot_k.positions)
+    tile_rows = max(1, TILE_BYTES // (4 * max(1, tokens) * max(1, len(rot_q.heads))))
+    total = np.zeros(len(rot_q.heads))
+    counted = 0
+    for start in range(0, len(rot_q.positions), tile_rows):
+        rows = slice(start, start + tile_rows)
+        # Keys after the tile's last query are masked anyway; leaving them out halves the work.
+        last = int(rot_q.positions[rows].max()) + 1
+        keys = HeadRows(rot_k.values[:, :last], rot_k.heads, rot_k.positions[:last])
+        queries = HeadRows(rot_q.values[:, rows], rot_q.heads, rot_q.positions[rows])
+        pattern_NQK = attention.pattern(semantics, queries, keys)
+        scores, counts = score(Tile(pattern_NQK, queries.positions, ids[:last]))
+        total += scores[:, counts].sum(axis=1, dtype=np.float64)
+        counted += int(counts.sum())
+    return total, counted
+
+
+def mean_head_scores(
+    scores: Iterator[PromptScore], layers: Sequence[int], heads: Sequence[int], kind: str
+) -> xr.DataArray:
+    """Return the mean over all counted queries, dims (layer, head); NaN if none counted."""
+    total = np.zeros((len(layers), len(heads)))
+    queries = prompts = 0
+    for score in scores:
+        total += score.total
+        queries += score.queries
+        prompts += 1
+    mean = total / (queries or np.nan)
+    return xr.DataArray(
+        mean,
+        dims=("layer", "head"),
+        coords={"layer": list(layers), "head": list(heads)},
+        name=kind,
+        attrs={"queries": queries, "prompts": prompts},
+    )
+
+
+def score_table(
+    scores: Iterator[PromptScore], layers: Sequence[int], heads: Sequence[int], ids: pa.ChunkedArray
+) -> pa.Table:
+    """Return one row per prompt, layer and head: prompt_id, layer, head, queries, score (mean)."""
+    parts = []
+    for score in scores:
+        size = len(layers) * len(heads)
+        mean = score.total / score.queries if score.queries else np.full_like(score.total, np.nan)
+        parts.append(
+            pa.table(
+                {
+                    "prompt_id": pa.repeat(ids[score.row], size),
+                    "layer": pa.array(np.repeat(np.asarray(layers, np.int64), len(heads))),
+                    "head": pa.array(np.tile(np.asarray(heads, np.int64), len(layers))),
+                    "queries": pa.array(np.full(size, score.queries, np.int64)),
+                    "score": pa.array(mean.ravel()),
+                }
+            )
+        )
+    return pa.concat_tables(parts) if parts else _empty_scores()
+
+
+def moments(chosen: Chosen, reader: BlockReader) -> xr.Dataset:
+    """Return mean and std over all rows, dims (layer, head|kv_head, d_head), and the row count.
+
+    Merged block by block as in Chan, Golub and LeVeque 1979, which does not lose digits when the
+    mean is large.
+    """
+    count = 0
+    mean: Float64 | None = None
+    squares: Float64 | None = None
+    axes: Any = None
+    for block, layer_rows in _blocks(chosen, reader):
+        axes = axes or reader.axes(block)
+        values = layer_rows.astype(np.float64)
+        rows = values.shape[2]
+        block_mean = values.mean(axis=2)
+        block_squares = ((values - block_mean[:, :, None]) ** 2).sum(axis=2)
+        if mean is None or squares is None:
+            mean, squares, count = block_mean, block_squares, rows
+            continue
+        delta = block_mean - mean
+        both = count + rows
+        mean = mean + delta * (rows / both)
+        squares = squares + block_squares + delta**2 * (count * rows / both)
+        count = both
+    if mean is None or squares is None:
+        raise ValueError("no stored prompt matches: there is nothing to reduce")
+    layers, heads = axes
+    dims = ("layer", heads.name, "d_head")
+    return xr.Dataset(
+        {"mean": (dims, mean), "std": (dims, np.sqrt(squares / count))},
+        coords={"layer": layers.labels, heads.name: heads.labels},
+        attrs={"rows": count, "site": reader.site},
+    )
+
+
+def top_rows(
+    chosen: Chosen, reader: BlockReader, k: int, direction_D: NDArray[Any] | None
+) -> list[tuple[float, int, int, int, int]]:
+    """Return the k rows with the largest value: (value, prompt row, pos, layer, head), descending.
+
+    The value is the dot product with `direction_D`, or the norm if it is None. Ties go to the
+    earlier prompt, position, layer and head.
+    """
+    best: list[tuple[float, int, int, int, int]] = []
+    for block, values_LNRD in _blocks(chosen, reader):
+        layers, heads = reader.axes(block)
+        values = values_LNRD.astype(np.float32)
+        found_LNR = (
+            np.linalg.norm(values, axis=3)
+            if direction_D is None
+            else values @ np.asarray(direction_D, np.float32)
+        )
+        prompt = np.concatenate([np.full(len(p.places), p.row) for p in block.prompts])
+        pos = np.concatenate([p.positions for p in block.prompts])
+        flat = found_LNR.ravel()
+        keep = (
+            np.argpartition(-flat, min(k, flat.size) - 1)[:k]
+            if flat.size > k
+            else np.arange(flat.size)
+        )
+        for place in keep.tolist():
+            layer, head, row = np.unravel_index(place, found_LNR.shape)
+            entry = (
+                float(flat[place]),
+                -int(prompt[row]),
+                -int(pos[row]),
+                -int(layers.labels[layer]),
+                -int(heads.labels[head]),
+            )
+            if len(best) < k:
+                heapq.heappush(best, entry)
+            else:
+                heapq.heappushpop(best, entry)
+    return [(v, -p, -s, -n, -h) for v, p, s, n, h in sorted(best, reverse=True)]
+
+
+def _blocks(chosen: Chosen, reader: BlockReader) -> Iterator[tuple[Block, NDArray[Any]]]:
+    """Yield whole blocks of one site; the caller's `chosen` bounds their size."""
+    for block in chosen.blocks:
+        yield block, reader.read(block)
+
+
+def _layer_parts(num_layers: int, block_bytes: int) -> list[Indices]:
+    """Cut the layers so that one part of a block stays within `BLOCK_BYTES`."""
+    parts = max(1, min(num_layers, -(-block_bytes // BLOCK_BYTES)))
+    return [part for part in np.array_split(np.arange(num_layers), parts) if len(part)]
+
+
+def _empty_scores() -> pa.Table:
+    return pa.schema(
+        [
+            ("prompt_id", pa.string()),
+            ("layer", pa.int64()),
+            ("head", pa.int64()),
+            ("queries", pa.int64()),
+            ("score", pa.float64()),
+        ]
+    ).empty_table()
