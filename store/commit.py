@@ -19,6 +19,7 @@ from store.errors import (
     ObjectExists,
     ObjectNotFound,
     StoreError,
+    UnitNotFound,
 )
 from store.geometry import CHECKSUM_BYTES, ArrayGeometry
 from store.objects.protocol import ObjectStore
@@ -57,8 +58,7 @@ def commit_unit(objects: ObjectStore, commit: Commit) -> CommitResult:
     objects.sync(prefix)
     if commit.repair:
         # Announced first, so that whoever skips complete folders never misses a repair in one.
-        objects.put(keys.repair_mark(commit.unit, commit.repair), [b""])
-        objects.sync(keys.REPAIRED)
+        _announce(objects, commit.unit, commit.repair)
     key = keys.commit_key(commit.unit, commit.repair)
     try:
         objects.create(key, commit.to_bytes())
@@ -93,14 +93,29 @@ def committed_units(objects: ObjectStore) -> dict[int, str]:
     return {unit: keys.commit_key(unit, repair) for unit, repair in sorted(highest.items())}
 
 
-def next_repair(objects: ObjectStore, unit: int) -> int:
-    """Return the repair number that a new capture of `unit` commits under; 0 without a commit."""
+def begin_repair(objects: ObjectStore, unit: int) -> int:
+    """Announce that `unit` is captured again and return the repair number to commit under.
+
+    While the announced repair has no commit, `store.gc` keeps every attempt at the unit. Raises
+    `UnitNotFound` if the unit has no commit yet: then it needs no repair, only a capture.
+    """
     repairs = [
         parsed[1]
         for info in objects.list(keys.commit_folder(unit))
         if (parsed := keys.parse_commit_key(info.name)) is not None and parsed[0] == unit
     ]
-    return max(repairs) + 1 if repairs else 0
+    if not repairs:
+        raise UnitNotFound(
+            f"unit {unit} has no commit to repair; run `attnstore run` to capture it"
+        )
+    repair = max(repairs) + 1
+    _announce(objects, unit, repair)
+    return repair
+
+
+def _announce(objects: ObjectStore, unit: int, repair: int) -> None:
+    objects.put(keys.repair_mark(unit, repair), [b""])
+    objects.sync(keys.REPAIRED)
 
 
 def read_commit(objects: ObjectStore, key: str) -> Commit:

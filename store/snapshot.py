@@ -259,12 +259,14 @@ def snapshot_names(objects: ObjectStore) -> list[str]:
     )
 
 
-def read_snapshot(objects: ObjectStore, name: str) -> CommittedUnits:
-    """Return one snapshot's rows. Raises `DamagedObject` or `FormatError`."""
+def read_snapshot(objects: ObjectStore, name: str, run_id: str | None = None) -> CommittedUnits:
+    """Return one snapshot's rows. Raises `DamagedObject` or `FormatError`; also for another run."""
     prefix = f"{keys.SNAPSHOTS}{keys.checked_segment(name)}/"
     data = objects.get(prefix + MANIFEST, max_bytes=MAX_JSON_BYTES)
     manifest = SnapshotManifest.from_bytes(data, prefix + MANIFEST)
     tables = {file.name: read_parquet(objects, prefix, file) for file in manifest.files}
+    if run_id is not None and manifest.run_id != run_id:
+        raise FormatError(f"{prefix}{MANIFEST} belongs to run {manifest.run_id}, not {run_id}")
     if manifest.name != name or set(tables) != {UNITS_FILE, EXCEPTIONS_FILE}:
         raise FormatError(f"{prefix}{MANIFEST} does not describe the snapshot it is in")
     columns = _columns(tables[UNITS_FILE], prefix)

@@ -30,8 +30,9 @@ from store.run_format import (
     ObjectRecord,
     PlanManifest,
     RunManifest,
+    SnapshotManifest,
 )
-from store.sealed_json import MAX_JSON_BYTES
+from store.sealed_json import MAX_JSON_BYTES, unseal
 from store.shard import (
     decode_chunk,
     raw_chunk_sizes,
@@ -39,6 +40,7 @@ from store.shard import (
     shard_index,
     unpack_chunk_sizes,
 )
+from store.snapshot import COLUMNS, LATEST, CommittedUnits, UnitRow, read_snapshot, snapshot_names
 
 MAX_OBJECT_BYTES = 1 << 30
 _CHUNK_CRC = np.dtype("<u4")
@@ -102,6 +104,9 @@ def verify_run(
             _check_unit(objects, unit, key, run_id, plans, report, pool if deep else None)
             if progress is not None:
                 progress(report)
+    _check_snapshots(objects, run_id, report, deep=deep)
+    if deep:
+        _check_other_documents(objects, report)
     return report
 
 
@@ -243,3 +248,47 @@ def _check_plan(
                 except (RunError, StoreError) as error:
                     report.add(prefix, error)
     return plans
+
+
+def _check_snapshots(
+    objects: ObjectStore, run_id: str | None, report: VerifyReport, *, deep: bool
+) -> None:
+    """Check that snapshots are whole and, with `deep`, that the newest agrees with the commits."""
+    names = snapshot_names(objects)
+    for name in names:
+        prefix = f"{keys.SNAPSHOTS}{name}/"
+        report.objects += 1
+        try:
+            snapshot = read_snapshot(objects, name, run_id)
+            if deep and name == names[-1]:
+                for message in _contradictions(objects, snapshot):
+                    report.add(prefix, message)
+        except (RunError, StoreError) as error:
+            report.add(prefix, error)
+    _document(objects, LATEST, SnapshotManifest, report, optional=True)
+
+
+def _contradictions(objects: ObjectStore, snapshot: CommittedUnits) -> Iterator[str]:
+    columns = snapshot.columns
+    for place, unit in enumerate(columns["unit"].tolist()):
+        try:
+            row = UnitRow.of(read_commit(objects, snapshot.key(unit) or ""))
+        except RunError:
+            continue
+        stated = {name: int(columns[name][place]) for name in COLUMNS}
+        if stated != {name: getattr(row, name) for name in COLUMNS}:
+            yield f"its row of unit {unit} is not what the commit says"
+        if tuple(snapshot.exceptions.get(unit, ())) != row.exceptions:
+            yield f"its outcomes of unit {unit} are not what the commit says"
+
+
+def _check_other_documents(objects: ObjectStore, report: VerifyReport) -> None:
+    """Check the seals of documents that no commit or manifest names: owners and self-checks."""
+    for prefix in (keys.OWNERS, keys.CHECKS):
+        for info in objects.list(prefix):
+            if info.name.endswith(".json"):
+                report.objects += 1
+                try:
+                    unseal(objects.get(info.name, max_bytes=MAX_JSON_BYTES), info.name)
+                except (RunError, StoreError) as error:
+                    report.add(info.name, error)

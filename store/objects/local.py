@@ -127,6 +127,17 @@ class LocalStore:
             _sync_folder(path)
         self._sync_folders_down_to(folder)
 
+    def stale_temporaries(self, before: float, *, delete: bool = False) -> int:
+        """Count temporary files not written to since `before` (seconds since 1970); may delete."""
+        found = 0
+        with suppress(FileNotFoundError):
+            for entry in os.scandir(os.path.join(self._root, TEMPORARY_FOLDER)):
+                if entry.stat().st_mtime < before:
+                    found += 1
+                    if delete:
+                        _remove_quietly(entry.path)
+        return found
+
     def _path(self, name: str) -> str:
         return os.path.join(self._root, checked_name(name))
 

@@ -11,8 +11,8 @@ import zarr
 import store.zarr_bfloat16  # noqa: F401
 from store import keys
 from store.codec import Codec
-from store.commit import commit_unit, committed_units, next_repair, read_commit
-from store.errors import CommitRefused, DamagedObject, FormatError, ObjectNotFound
+from store.commit import begin_repair, commit_unit, committed_units, read_commit
+from store.errors import CommitRefused, DamagedObject, FormatError, ObjectNotFound, UnitNotFound
 from store.objects.local import LocalStore
 from store.plan import read_prompts, read_segments, read_units
 from store.plan_writer import write_segment
@@ -75,12 +75,12 @@ def test_exactly_one_attempt_holds_a_unit(tmp_path):
 def test_the_highest_repair_counts(tmp_path):
     objects, shape = LocalStore(tmp_path), SampleShape()
     sample = make_unit(shape, 3, 0, [10], seed=1)
-    assert next_repair(objects, 3) == 0
+    with pytest.raises(UnitNotFound, match="3"):
+        begin_repair(objects, 3)
     capture(objects, shape, sample, "a")
-    assert next_repair(objects, 3) == 1
+    assert begin_repair(objects, 3) == 1
     capture(objects, shape, sample, "b", repair=1)
-    assert next_repair(objects, 3) == 2
-    assert next_repair(objects, 4) == 0
+    assert begin_repair(objects, 3) == 2
     assert committed_units(objects) == {3: keys.commit_key(3, 1)}
     assert read_commit(objects, keys.commit_key(3, 1)).attempt == "b"
 

@@ -1,0 +1,115 @@
+"""What may be removed: attempts that lost, old snapshots, and what killed processes left behind.
+
+An attempt is garbage only if its unit has a commit, that commit names another attempt, and no
+repair of the unit is announced and still open. So an attempt that is merely slow can never commit
+what was deleted: the name its commit would take is taken already.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from store import keys
+from store.commit import committed_units, read_commit
+from store.objects.local import LocalStore
+from store.objects.protocol import ObjectStore
+from store.snapshot import snapshot_names
+
+KEPT_SNAPSHOTS = 2
+STALE_SECONDS = 24 * 3600.0
+_DATA_NAME = re.compile(r"data/(\d{8,})/([^/]+)/(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """A folder whose objects nothing refers to; `unit` is None for a snapshot."""
+
+    prefix: str
+    objects: int
+    bytes: int
+    unit: int | None = None
+
+
+@dataclass(slots=True)
+class GcReport:
+    """What was found, and whether it was deleted."""
+
+    deleted: bool
+    garbage: list[Garbage] = field(default_factory=list)
+    temporary_files: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return sum(one.bytes for one in self.garbage)
+
+
+def collect_garbage(objects: ObjectStore, *, delete: bool = False, threads: int = 8) -> GcReport:
+    """Find what nothing refers to any more and, with `delete`, remove it.
+
+    Safe beside running captures and readers of committed data. Costs a listing of all data. Raises
+    `DamagedObject` if a commit that would decide cannot be read: nothing of that unit is judged
+    then.
+    """
+    report = GcReport(deleted=delete)
+    report.garbage += _lost_attempts(objects)
+    report.garbage += _old_snapshots(objects)
+    if delete:
+        with ThreadPoolExecutor(threads, thread_name_prefix="gc") as pool:
+            for one in report.garbage:
+                names = [info.name for info in objects.list(one.prefix)]
+                list(pool.map(objects.delete, names))
+    if isinstance(objects, LocalStore):
+        report.temporary_files = objects.stale_temporaries(
+            time.time() - STALE_SECONDS, delete=delete
+        )
+    return report
+
+
+def _lost_attempts(objects: ObjectStore) -> Iterator[Garbage]:
+    # Announcements before commits: a repair that commits in between is then open, never missed.
+    announced = [keys.parse_repair_mark(info.name) for info in objects.list(keys.REPAIRED)]
+    committed = committed_units(objects)
+    open_repairs = {
+        unit for unit, repair in filter(None, announced) if _repair_of(committed, unit) < repair
+    }
+    for unit, attempts in _attempts(objects):
+        if len(attempts) < 2 or unit not in committed or unit in open_repairs:
+            continue
+        kept = read_commit(objects, committed[unit]).attempt
+        for attempt, (count, size) in sorted(attempts.items()):
+            if attempt != kept:
+                yield Garbage(keys.attempt_prefix(unit, attempt), count, size, unit)
+
+
+def _repair_of(committed: dict[int, str], unit: int) -> int:
+    parsed = keys.parse_commit_key(committed.get(unit, ""))
+    return parsed[1] if parsed is not None else -1
+
+
+def _attempts(objects: ObjectStore) -> Iterator[tuple[int, dict[str, tuple[int, int]]]]:
+    """Yield each unit's attempts -> (objects, bytes); a listing keeps a unit's objects together."""
+    unit: int | None = None
+    attempts: dict[str, tuple[int, int]] = {}
+    for info in objects.list(keys.DATA):
+        match = _DATA_NAME.fullmatch(info.name)
+        if match is None:
+            continue
+        if int(match[1]) != unit:
+            if unit is not None:
+                yield unit, attempts
+            unit, attempts = int(match[1]), {}
+        count, size = attempts.get(match[2], (0, 0))
+        attempts[match[2]] = (count + 1, size + info.bytes)
+    if unit is not None:
+        yield unit, attempts
+
+
+def _old_snapshots(objects: ObjectStore) -> Iterator[Garbage]:
+    for name in snapshot_names(objects)[:-KEPT_SNAPSHOTS]:
+        prefix = f"{keys.SNAPSHOTS}{name}/"
+        found = list(objects.list(prefix))
+        yield Garbage(prefix, len(found), sum(info.bytes for info in found))
