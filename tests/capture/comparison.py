@@ -1,0 +1,58 @@
+"""Stored rows against a reference, every layer and head, with errors that say where they differ.
+
+Legend: L layers, H heads, T tokens, D head size, N query heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tests.capture.hf_reference import LayerReference
+
+SITES = ("rot_q", "rot_k", "v", "z")
+
+
+def stored_sites(run: Any, prompt: str) -> dict[str, np.ndarray]:
+    """Return what a run holds of a prompt, float32, and the pattern rebuilt from it."""
+    arrays = {site: run.read(site, prompt=prompt, dtype=np.float32).values for site in SITES}
+    return {**arrays, "pattern": run.pattern(prompt).values}
+
+
+def assert_matches_reference(
+    run: Any, prompt: str, layers: list[LayerReference], tolerance: float = 1e-3
+) -> dict[str, float]:
+    """Assert that sites (relative to their largest value) and patterns (absolute) are the model's.
+
+    Returns the largest difference of each site.
+    """
+    stored = stored_sites(run, prompt)
+    return {
+        site: assert_close(
+            f"{site} of {prompt}",
+            values,
+            np.stack([layer.site(site) for layer in layers]),
+            tolerance,
+        )
+        for site, values in stored.items()
+    }
+
+
+def assert_close(name: str, got_LHXX: np.ndarray, want_LHXX: np.ndarray, tolerance: float) -> float:
+    """Assert that every layer and head is within `tolerance` of the layer's largest value."""
+    assert got_LHXX.shape == want_LHXX.shape, name
+    worst = 0.0
+    for layer, (got, want) in enumerate(zip(got_LHXX, want_LHXX, strict=True)):
+        size = 1.0 if name.startswith("pattern") else float(np.abs(want).max())
+        errors_H = np.abs(got - want).reshape(len(got), -1).max(axis=1) / size
+        assert np.all(errors_H < tolerance), f"{name}, layer index {layer}, by head: {errors_H}"
+        worst = max(worst, float(errors_H.max()))
+    return worst
+
+
+def mixed_values(run: Any, prompt: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return (pattern @ v, z) of a prompt, [L, N, T, D], from stored data alone."""
+    stored = stored_sites(run, prompt)
+    group = stored["z"].shape[1] // stored["v"].shape[1]
+    return stored["pattern"] @ stored["v"].repeat(group, axis=1), stored["z"]

@@ -1,0 +1,137 @@
+"""Captures that many tests read: each engine starts once a session, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.capture.hf_reference import HFReference
+from tests.capture.live_capture import Captured, LiveCapture, capture_live
+
+PROMPTS = Path(__file__).resolve().parents[2] / "examples" / "prompts.jsonl"
+SMALL_STEPS = {"max_num_batched_tokens": 128}
+"""Prompts are longer than a step, so that they are computed in pieces beside each other."""
+
+
+@pytest.fixture(scope="session")
+def smollm2_units(smollm2_dir: Path) -> list[list[list[int]]]:
+    """Three units of real text, shuffled; the last also holds prompts that must be refused.
+
+    Unit 0 holds one text twice, unit 2 holds it a third time.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
+    texts = [json.loads(line)["text"] for line in PROMPTS.read_text().splitlines()]
+    by_length = sorted((ids for text in texts if (ids := tokenizer(text)["input_ids"])), key=len)
+    short = [ids for ids in by_length if len(ids) < 90]
+    long = [ids for ids in by_length if 130 < len(ids) < 400]
+    picked = [*short[:: max(1, len(short) // 8)][:8], long[0], short[0]]
+    order = np.random.default_rng(5).permutation(len(picked))
+    picked = [picked[place] for place in order]
+    twice = picked[1]
+    return [
+        [*picked[:4], twice],
+        picked[4:8],
+        [[5, 6, 49_152], picked[8], list(range(600)), twice, picked[9], [7, 8, 9]],
+    ]
+
+
+SMOLLM2_REFUSED = {
+    9: "49152 do not all lie in the model's vocabulary",
+    11: "vLLM refused the prompt",
+    14: "left out",
+}
+
+
+def _smollm2(folder: Path, model: Path, units: list[list[list[int]]], ranks: int) -> Captured:
+    engine = {**SMALL_STEPS, "tensor_parallel_size": ranks}
+    wanted = LiveCapture(str(folder), str(model), units, engine, reasons={"14": "left out"})
+    return capture_live([wanted])[0]
+
+
+@pytest.fixture(scope="session")
+def smollm2_1(tmp_path_factory, smollm2_dir, smollm2_units) -> Captured:
+    """SmolLM2 in float32 on one rank."""
+    return _smollm2(tmp_path_factory.mktemp("smollm2-1") / "run", smollm2_dir, smollm2_units, 1)
+
+
+@pytest.fixture(scope="session")
+def smollm2_3(tmp_path_factory, smollm2_dir, smollm2_units) -> Captured:
+    """The same on three ranks: three of nine heads each, one of three kv heads."""
+    return _smollm2(tmp_path_factory.mktemp("smollm2-3") / "run", smollm2_dir, smollm2_units, 3)
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference(smollm2_dir: Path):
+    reference = HFReference(smollm2_dir)
+    yield reference
+    reference.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_units() -> list[list[list[int]]]:
+    """Three units of random tokens for the tiny checkpoints, from 1 to 200 tokens a prompt."""
+    rng = np.random.default_rng(11)
+    lengths = [[33, 1, 200, 8], [64, 5, 130], [90, 17]]
+    return [[rng.integers(3, 320, n).tolist() for n in unit] for unit in lengths]
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_reference(tiny_qwen3_dir: Path):
+    reference = HFReference(tiny_qwen3_dir)
+    yield reference
+    reference.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_1(
+    tmp_path_factory, tiny_qwen3_dir, tiny_qwen3_bf16_dir, tiny_units
+) -> dict[str, Captured]:
+    """Tiny Qwen3 on one rank, three engines: as it comes, short of KV cache, and in bfloat16."""
+    folder = tmp_path_factory.mktemp("tiny-qwen3-1")
+    model = str(tiny_qwen3_dir)
+    short_of_cache = {
+        "max_model_len": 256,
+        "max_num_batched_tokens": 128,
+        "options": {
+            "num_gpu_blocks_override": 10,
+            "scheduler_reserve_full_isl": False,
+            "block_size": 32,
+            "long_prefill_token_threshold": 16,
+        },
+    }
+    wanted = {
+        "plain": LiveCapture(str(folder / "plain"), model, tiny_units, SMALL_STEPS),
+        "preempted": LiveCapture(str(folder / "preempted"), model, tiny_units, short_of_cache),
+        "bfloat16": LiveCapture(
+            str(folder / "bfloat16"),
+            str(tiny_qwen3_bf16_dir),
+            [[ids] for unit in tiny_units for ids in unit],
+            {**SMALL_STEPS, "dtype": "bfloat16"},
+            alone=True,
+            record_bits=True,
+        ),
+    }
+    return dict(zip(wanted, capture_live(list(wanted.values())), strict=True))
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_2(tmp_path_factory, tiny_qwen3_dir, tiny_units) -> Captured:
+    """Tiny Qwen3 on two ranks: four of eight heads each, one of two kv heads."""
+    return _tiny_ranks(tmp_path_factory, tiny_qwen3_dir, tiny_units, 2)
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_4(tmp_path_factory, tiny_qwen3_dir, tiny_units) -> Captured:
+    """Tiny Qwen3 on four ranks: each kv head is on two of them."""
+    return _tiny_ranks(tmp_path_factory, tiny_qwen3_dir, tiny_units, 4)
+
+
+def _tiny_ranks(factory, model: Path, units: list[list[list[int]]], ranks: int) -> Captured:
+    folder = factory.mktemp(f"tiny-qwen3-{ranks}") / "run"
+    engine = {**SMALL_STEPS, "tensor_parallel_size": ranks}
+    return capture_live([LiveCapture(str(folder), str(model), units, engine)])[0]
