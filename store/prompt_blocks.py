@@ -69,9 +69,9 @@ def choose(
     stored: `PromptNotFound`, `PromptNotStored`. `pos` picks positions of each prompt (a slice may
     reach past a prompt's end; an int may not).
     """
-    summaries = {summary.unit: summary for summary in index.summaries()}
     missing: dict[str, int] = {}
     if prompts is None:
+        summaries = index.summaries(index.committed)
         wanted = {unit: _stored_places(summary) for unit, summary in summaries.items()}
         for summary in summaries.values():
             for outcome in summary.outcomes:
@@ -81,7 +81,9 @@ def choose(
         if index.num_prompts > covered:
             missing[PENDING] = index.num_prompts - covered
     else:
-        wanted = _named_places(index, list(prompts), summaries)
+        rows = index.rows_of(list(prompts))
+        summaries = index.summaries(np.unique(index.units_of(rows)).tolist())
+        wanted = _named_places(index, rows, summaries)
     blocks: list[Block] = []
     for unit, places in sorted(wanted.items()):
         blocks += _cut(summaries[unit], places, pos, block_rows)
@@ -155,10 +157,9 @@ def _stored_places(summary: UnitSummary) -> list[int]:
 
 
 def _named_places(
-    index: RunIndex, prompts: Sequence[Prompt], summaries: dict[int, UnitSummary]
+    index: RunIndex, rows: Indices, summaries: dict[int, UnitSummary]
 ) -> dict[int, list[int]]:
     wanted: dict[int, set[int]] = {}
-    rows = index.rows_of(prompts)
     units = index.units_of(rows)
     for row, unit in zip(rows.tolist(), units.tolist(), strict=True):
         summary = summaries.get(unit)

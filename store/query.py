@@ -74,16 +74,8 @@ def token_table(index: RunIndex) -> pa.Table:
 
 
 def unit_table(index: RunIndex) -> pa.Table:
-    """Return the committed units: unit, prompts, rows, bytes."""
-    summaries = index.summaries()
-    return pa.table(
-        {
-            "unit": pa.array([s.unit for s in summaries], pa.int64()),
-            "prompts": pa.array([len(s.outcomes) for s in summaries], pa.int64()),
-            "rows": pa.array([int(s.num_rows.sum()) for s in summaries], pa.int64()),
-            "bytes": pa.array([s.bytes for s in summaries], pa.int64()),
-        }
-    )
+    """Return the committed units: unit, num_prompts, stored, failed, rows, bytes and more."""
+    return pa.table(index.unit_rows())
 
 
 def _connect(duckdb: Any) -> Any:

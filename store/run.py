@@ -149,8 +149,8 @@ class Run(AcrossPrompts):
             first = ["prompt_id", "num_tokens", "text"]
             more = [c for c in table.column_names if c not in (*first, "plan_reason")]
             chosen = table.select([*first, *more])
-            chosen = chosen.add_column(2, "status", pa.array(status, pa.string()))
-            self._prompts = chosen.add_column(3, "reason", pa.array(reason, pa.string()))
+            chosen = chosen.add_column(2, "status", status)
+            self._prompts = chosen.add_column(3, "reason", reason)
         return self._prompts
 
     def refresh(self) -> Run:
@@ -286,7 +286,7 @@ class Run(AcrossPrompts):
             layers=layers,
             semantics=None if model is None else next(iter(model.layers.values()), None),
             planned=(self._index.num_units, self._index.num_prompts),
-            summaries=self._index.summaries(),
+            rows=self._index.unit_rows(),
         )
 
     def _resolve(self, site: SiteName) -> NamedSite:

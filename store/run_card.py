@@ -5,12 +5,14 @@ Knows facts that the run gathered; reads nothing itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
+import numpy as np
+from numpy.typing import NDArray
+
 from store.run_format import LayerSemantics, Outcome
-from store.run_index import UnitSummary
 from store.selection import describe
 
 
@@ -40,13 +42,10 @@ class RunFacts:
         layers: Sequence[int],
         semantics: LayerSemantics | None,
         planned: tuple[int, int],
-        summaries: Sequence[UnitSummary],
+        rows: Mapping[str, NDArray[np.int64]],
     ) -> RunFacts:
-        """Count what the commits say. `planned` is (units, prompts)."""
-        counts = dict.fromkeys(map(str, Outcome), 0)
-        for summary in summaries:
-            for outcome in summary.outcomes:
-                counts[str(outcome)] += 1
+        """Count what the commits say, one row a unit. `planned` is (units, prompts)."""
+        counts = {str(outcome): int(rows[str(outcome)].sum()) for outcome in Outcome}
         heads = ""
         if semantics is not None:
             heads = (
@@ -60,10 +59,10 @@ class RunFacts:
             sites=tuple(sites),
             layers=tuple(layers),
             heads=heads,
-            units=(len(summaries), planned[0]),
+            units=(len(rows["unit"]), planned[0]),
             prompts=counts,
             planned_prompts=planned[1],
-            bytes=sum(summary.bytes for summary in summaries),
+            bytes=int(rows["bytes"].sum()),
         )
 
     def rows(self) -> list[tuple[str, str]]:

@@ -1,8 +1,9 @@
 """Which prompts a run has, which unit holds each, and what became of it.
 
 Knows the plan and the commits; never knows arrays or chunks. The plan is loaded when it is asked
-for, its tokens only a file at a time; commits are listed once, when a run is opened, and read when
-a prompt of theirs is asked for. What is committed later is seen after `refresh`.
+for, its tokens only a file at a time. Opening costs the newest snapshot and a listing of what came
+after it; a commit is read when a prompt of its unit is asked for. What is committed later is seen
+after `refresh`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import difflib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from store.commit import committed_units, read_commit
+from store.commit import read_commit
 from store.errors import FormatError, PromptNotFound, PromptNotStored
 from store.objects.protocol import ObjectStore
 from store.plan import (
@@ -30,6 +31,7 @@ from store.plan import (
     read_units,
 )
 from store.run_format import Commit, Outcome, PlanManifest
+from store.snapshot import CommittedUnits, find_committed
 
 Prompt = str | int
 """A prompt's id, or its row in the prompts table."""
@@ -65,15 +67,13 @@ class StoredPrompt:
 
 @dataclass(frozen=True, slots=True)
 class UnitSummary:
-    """What a commit says of its unit, without its objects."""
+    """What a commit says of its prompts, without arrays and objects."""
 
     unit: int
     first_prompt: int
     outcomes: tuple[Outcome, ...]
     num_rows: NDArray[np.int64]
     first_positions: NDArray[np.int64]
-    reasons: dict[int, str]
-    bytes: int
 
 
 class RunIndex:
@@ -83,25 +83,25 @@ class RunIndex:
         self._objects = objects
         self._map = map_
         self._lock = threading.RLock()
-        self._segments: list[PlanManifest] = []
+        self._segments = read_segments(objects)
         self._table: pa.Table | None = None
         self._token_tables: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
         self._units: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
-        self._commit_names: dict[int, str] = {}
         self._commits: OrderedDict[str, Commit] = OrderedDict()
         self._summaries: dict[str, UnitSummary] = {}
-        self.refresh()
+        self._committed = find_committed(objects)
 
     def refresh(self) -> None:
         """Look again for plan segments and commits that were added since."""
         segments = read_segments(self._objects)
-        names = committed_units(self._objects)
+        committed = find_committed(self._objects)
         with self._lock:
             if [s.plan_hash for s in segments] != [s.plan_hash for s in self._segments]:
                 self._segments, self._units = segments, None
                 self._table = None
                 self._token_tables.clear()
-            self._commit_names = names
+            committed.read = self._committed.read
+            self._committed = committed
 
     @property
     def num_prompts(self) -> int:
@@ -114,7 +114,7 @@ class RunIndex:
     @property
     def committed(self) -> list[int]:
         """The committed units, ascending."""
-        return list(self._commit_names)
+        return [int(unit) for unit in self._committed.units()]
 
     def table(self) -> pa.Table:
         """Return the prompts table without its token columns, loaded when first asked for."""
@@ -194,7 +194,7 @@ class RunIndex:
         place = self.locate(prompt)
         commit = self.commit(place.unit)
         if commit is None:
-            done, planned = len(self._commit_names), self.num_units
+            done, planned = len(self._committed), self.num_units
             raise PromptNotStored(
                 f"prompt {place.prompt_id!r} is pending: its unit {place.unit} is not committed "
                 f"({done} of {planned} units are); run `attnstore run` again, then call refresh()"
@@ -215,7 +215,7 @@ class RunIndex:
 
     def commit(self, unit: int) -> Commit | None:
         """Return the commit that counts for a unit, or None while there is none."""
-        name = self._commit_names.get(unit)
+        name = self._committed.key(unit)
         if name is None:
             return None
         with self._lock:
@@ -231,23 +231,40 @@ class RunIndex:
                 self._commits.popitem(last=False)
         return commit
 
-    def summaries(self) -> list[UnitSummary]:
-        """Return a summary of every committed unit; reads each commit once."""
-        names = list(self._commit_names.items())
-        missing = [unit for unit, name in names if name not in self._summaries]
+    def summaries(self, units: Iterable[int]) -> dict[int, UnitSummary]:
+        """Return a summary of each of these units that is committed; reads each commit once."""
+        names = {unit: name for unit in units if (name := self._committed.key(unit)) is not None}
+        missing = [unit for unit, name in names.items() if name not in self._summaries]
         self._map(self.commit, missing)
-        return [self._summaries[name] for _, name in names]
+        return {unit: self._summaries[name] for unit, name in names.items()}
 
-    def states(self) -> tuple[list[str], list[str | None]]:
+    def unit_rows(self) -> dict[str, NDArray[np.int64]]:
+        """Return one row per committed unit as columns (`store.snapshot.COLUMNS`), ascending.
+
+        Costs the newest snapshot, read when the run was opened, and the commits after it.
+        """
+        committed = self._loaded()
+        return committed.table()
+
+    def states(self) -> tuple[pa.Array, pa.Array]:
         """Return every prompt's status (stored, failed, skipped, pending) and reason, by row."""
-        status: list[str] = [PENDING] * self.num_prompts
-        reason: list[str | None] = [None] * self.num_prompts
-        for summary in self.summaries():
-            first = summary.first_prompt
-            status[first : first + len(summary.outcomes)] = [str(o) for o in summary.outcomes]
-            for place, why in summary.reasons.items():
-                reason[first + place] = why
-        return status, reason
+        committed = self._loaded()
+        rows = committed.table()
+        status = np.full(self.num_prompts, PENDING, object)
+        reason = np.full(self.num_prompts, None, object)
+        for first, count in zip(rows["first_prompt"], rows["num_prompts"], strict=True):
+            status[first : first + count] = str(Outcome.STORED)
+        for one in committed.all_exceptions():
+            status[one.prompt], reason[one.prompt] = str(one.outcome), one.reason
+        return pa.array(status, pa.string()), pa.array(reason, pa.string())
+
+    def _loaded(self) -> CommittedUnits:
+        with self._lock:
+            self._committed.load(self._objects, self._map_all)
+            return self._committed
+
+    def _map_all(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+        return self._map(function, list(items))
 
     def _row_of_number(self, prompt: int) -> int:
         total = self.num_prompts
@@ -314,8 +331,6 @@ def _summary(commit: Commit) -> UnitSummary:
         outcomes=tuple(commit.prompts.outcome),
         num_rows=np.asarray(commit.prompts.num_rows, np.int64),
         first_positions=np.asarray(commit.prompts.first_position, np.int64),
-        reasons={int(place): why for place, why in commit.prompts.reasons.items()},
-        bytes=sum(record.bytes for record in commit.objects),
     )
 
 
