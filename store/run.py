@@ -33,6 +33,7 @@ from store.site_names import REBUILT, NamedSite, SiteName, resolve
 from store.unit_arrays import PromptArray, UnitArrays
 
 if TYPE_CHECKING:
+    from store.activation_cache import PromptCache
     from store.site_view import SiteView
 
 
@@ -259,6 +260,22 @@ class Run(AcrossPrompts):
         reader = BlockReader(self._index, self._arrays, named.site, layer, head)
         chosen = choose(self._index, prompt, pos=pos, block_rows=1 << 40)
         return ReadCost.total(reader.cost(block) for block in chosen.blocks)
+
+    def cache(
+        self, prompt: Prompt, *, batch_dim: bool = True, dtype: DTypeLike = np.float32
+    ) -> PromptCache:
+        """Return a prompt as a mapping from TransformerLens names to arrays, read when asked for.
+
+        Shapes are TransformerLens's, with a batch of 1 unless `batch_dim` is False. For tensors:
+        `store.torch_adapter.TorchCache(run.cache(prompt))`.
+        """
+        from store.activation_cache import PromptCache
+
+        return PromptCache(self, prompt, batch_dim=batch_dim, dtype=dtype)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the run in one flat row: model, dtype, sites, layers, prompts, stored, bytes."""
+        return self._facts().as_row()
 
     def __getitem__(self, site: SiteName) -> SiteView:
         """Return a view that has read nothing: `run["z"]`, `run["blocks.12.attn.hook_z"]`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,6 +65,18 @@ class RunFacts:
             planned_prompts=planned[1],
             bytes=int(rows["bytes"].sum()),
         )
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the facts as one flat row for a table of runs."""
+        return {
+            "model": self.name,
+            "dtype": self.dtype or "",
+            "sites": ", ".join(self.sites),
+            "layers": len(self.layers),
+            "prompts": self.planned_prompts,
+            "stored": self.prompts[str(Outcome.STORED)],
+            "bytes": self.bytes,
+        }
 
     def rows(self) -> list[tuple[str, str]]:
         """Return the card's lines as (what, value)."""

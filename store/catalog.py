@@ -1,0 +1,160 @@
+"""Many runs: which there are under a URL, and how two of the same prompts differ.
+
+Knows names of objects and opened runs; never knows how a run is laid out inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from store import keys
+from store.errors import RunError
+from store.objects.open import open_store
+from store.run import Run, open_run
+from store.run_index import Prompt
+
+MAX_RUNS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """One run of a catalog; `name` is its folder under the catalog's URL."""
+
+    name: str
+    url: str
+
+
+class Catalog(Mapping[str, Run]):
+    """The runs under one URL, opened when asked for: `catalog["smollm2/bf16"]`."""
+
+    def __init__(
+        self, entries: Sequence[CatalogEntry], options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._entries = {entry.name: entry for entry in entries}
+        self._options = options
+        self._opened: dict[str, Run] = {}
+
+    def __getitem__(self, name: str) -> Run:
+        if name not in self._opened:
+            self._opened[name] = open_run(self._entries[name].url, self._options)
+        return self._opened[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def table(self) -> pa.Table:
+        """Return one row per run: name, model, dtype, sites, layers, prompts, stored, bytes."""
+        rows = [{"name": name, **self[name].summary()} for name in self]
+        return pa.Table.from_pylist(rows) if rows else pa.table({"name": pa.array([], pa.string())})
+
+    def __repr__(self) -> str:
+        return f"<Catalog of {len(self)} runs: {', '.join(list(self)[:8])}>"
+
+
+def open_catalog(url: str, options: Mapping[str, Any] | None = None) -> Catalog:
+    """Return the runs under `url`, found by one listing for their `run.json`.
+
+    The listing goes over every object below `url`; point it at a folder of runs, not at a bucket
+    of other things. Raises `RunError` for more than 10,000 runs.
+    """
+    objects = open_store(url, options)
+    root = url.rstrip("/")
+    entries: list[CatalogEntry] = []
+    ending = f"/{keys.RUN}"
+    for info in objects.list(""):
+        if info.name == keys.RUN or info.name.endswith(ending):
+            name = info.name[: -len(ending)] if info.name != keys.RUN else "."
+            entries.append(CatalogEntry(name, root if name == "." else f"{root}/{name}"))
+            if len(entries) > MAX_RUNS:
+                raise RunError(f"more than {MAX_RUNS} runs under {url}; open a folder further down")
+    return Catalog(sorted(entries, key=lambda entry: entry.name), options)
+
+
+def diff(
+    first: Run,
+    second: Run,
+    sites: Sequence[str] | None = None,
+    *,
+    prompts: Sequence[Prompt] | None = None,
+) -> pa.Table:
+    """Return how two runs of the same prompts differ, one row per site and layer.
+
+    Columns: site, layer, rows, max (largest absolute difference), mean (mean absolute difference),
+    scale (largest absolute value in `first`). `prompts` are ids; None takes all that both store.
+    A site may be `pattern`. Raises `RunError` where token ids, heads or positions do not match, for
+    then rows do not correspond, or if there is nothing in common.
+    """
+    shared_sites = list(sites) if sites else [s for s in first.sites if s in second.sites]
+    layers = [layer for layer in first.layers if layer in second.layers]
+    ids = _shared_prompts(first, second) if prompts is None else [_id(first, p) for p in prompts]
+    if not (shared_sites and layers and ids):
+        raise RunError(
+            f"{first.url} and {second.url} have no stored prompt, site and layer in common"
+        )
+    rows: list[dict[str, Any]] = []
+    for site in shared_sites:
+        most, total, scale = (np.zeros(len(layers)) for _ in range(3))
+        values = counted = 0
+        for prompt in ids:
+            _check_tokens(first, second, prompt)
+            a, b = (
+                run.read(site, prompt=prompt, layer=layers, dtype="float32")
+                for run in (first, second)
+            )
+            if a.shape != b.shape:
+                raise RunError(
+                    f"{site} of {prompt!r} is {dict(a.sizes)} in {first.url} and "
+                    f"{dict(b.sizes)} in {second.url}"
+                )
+            gap = np.abs(a.values - b.values)
+            axes = tuple(range(1, gap.ndim))
+            np.maximum(most, gap.max(axis=axes, initial=0), out=most)
+            np.maximum(scale, np.abs(a.values).max(axis=axes, initial=0), out=scale)
+            total += gap.sum(axis=axes, dtype=np.float64)
+            values += gap[0].size
+            counted += gap.shape[2]
+        for place, layer in enumerate(layers):
+            rows.append(
+                {
+                    "site": site,
+                    "layer": layer,
+                    "rows": counted,
+                    "max": float(most[place]),
+                    "mean": float(total[place] / max(values, 1)),
+                    "scale": float(scale[place]),
+                }
+            )
+    return pa.Table.from_pylist(rows)
+
+
+def _shared_prompts(first: Run, second: Run) -> list[str]:
+    also = set(_stored(second))
+    return [prompt for prompt in _stored(first) if prompt in also]
+
+
+def _stored(run: Run) -> list[str]:
+    table = run.prompts
+    ids: list[str] = table.filter(pc.equal(table["status"], "stored"))["prompt_id"].to_pylist()
+    return ids
+
+
+def _id(run: Run, prompt: Prompt) -> str:
+    return run.tokens(prompt).prompt
+
+
+def _check_tokens(first: Run, second: Run, prompt: str) -> None:
+    a, b = first.tokens(prompt).ids, second.tokens(prompt).ids
+    if not np.array_equal(a, b):
+        raise RunError(
+            f"prompt {prompt!r} has other tokens in {second.url} than in {first.url} "
+            f"({len(b)} and {len(a)}): their rows do not correspond"
+        )
