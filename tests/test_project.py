@@ -36,7 +36,7 @@ def asked(*extras: str) -> list[Requirement]:
 
 @pytest.mark.parametrize(
     ("profile", "extras"),
-    [("reader", ("query",)), ("cpu", ("cpu", "query", "serve", "dev"))],
+    [("reader", ("query",)), ("cpu", ("cpu", "query", "export", "serve", "dev"))],
 )
 def test_locks_hold_what_pyproject_asks_for(profile: str, extras: tuple[str, ...]) -> None:
     locks = [lock for lock in LOCKS if lock.name.startswith(profile)]

@@ -1,0 +1,67 @@
+"""Many runs under one URL, and how two of the same prompts differ."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from store.catalog import diff, open_catalog
+from store.errors import RunError
+from store.objects.local import LocalStore
+from store.run import open_run
+from tests.store.sample_run import SampleShape, capture, sample_units, write_manifests, write_run
+
+LENGTHS = [[40, 0, 7], [1, 30]]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The same values in float32 and rounded to bfloat16, and a run of other prompts."""
+    for dtype in ("float32", "bfloat16"):
+        objects, shape = LocalStore(tmp_path / "runs" / dtype), SampleShape(dtype=dtype)
+        write_manifests(objects, shape, LENGTHS)
+        for unit in sample_units(SampleShape(), LENGTHS):
+            if dtype == "bfloat16":
+                unit.arrays = {s: v.astype(ml_dtypes.bfloat16) for s, v in unit.arrays.items()}
+            capture(objects, shape, unit)
+    write_run(LocalStore(tmp_path / "runs" / "other" / "deep"), SampleShape(), [[9]])
+    return tmp_path / "runs"
+
+
+def test_lists_and_opens_runs(folder) -> None:
+    catalog = open_catalog(str(folder))
+    assert list(catalog) == ["bfloat16", "float32", "other/deep"]
+    assert catalog["other/deep"].read("z", prompt="p0").shape == (2, 4, 9, 16)
+    table = catalog.table().to_pylist()
+    assert [row["stored"] for row in table] == [4, 4, 1]
+    assert [row["dtype"] for row in table] == ["bfloat16", "float32", "float32"]
+    assert "3 runs" in repr(catalog)
+    assert list(open_catalog(str(folder / "float32"))) == ["."]
+    assert len(open_catalog(str(folder / "other" / "deep" / "plan"))) == 0
+
+
+def test_diff_is_the_plain_difference(folder) -> None:
+    first, second = (open_run(str(folder / name)) for name in ("float32", "bfloat16"))
+    table = diff(first, second)
+    assert table.num_rows == 4 * 2
+    exact = np.concatenate([u.arrays["z"][1] for u in sample_units(SampleShape(), LENGTHS)])
+    gap = np.abs(exact - exact.astype(ml_dtypes.bfloat16).astype(np.float32))
+    row = next(r for r in table.to_pylist() if (r["site"], r["layer"]) == ("z", 1))
+    assert row["max"] == pytest.approx(gap.max())
+    assert row["mean"] == pytest.approx(gap.mean())
+    assert row["scale"] == pytest.approx(np.abs(exact).max())
+    assert row["rows"] == 78
+    pattern = diff(first, second, ["pattern"], prompts=["p4"]).to_pylist()
+    assert 0 < pattern[0]["max"] < 0.05
+    assert pattern[0]["rows"] == 30
+    same = diff(first, first)
+    assert set(same["max"].to_pylist()) == {0.0}
+
+
+def test_diff_refuses_rows_that_do_not_correspond(folder) -> None:
+    first, other = open_run(str(folder / "float32")), open_run(str(folder / "other" / "deep"))
+    with pytest.raises(RunError, match="other tokens"):
+        diff(first, other)
+    with pytest.raises(RunError, match="in common"):
+        diff(first, other, [], prompts=[])
