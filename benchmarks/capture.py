@@ -218,6 +218,8 @@ def plain_writers(folder: str, threads: int, total_bytes: int, kept_bytes: int) 
 
 def main() -> None:
     options = _options()
+    if options.switch_interval:
+        sys.setswitchinterval(options.switch_interval)
     bench = Bench(options)
     facts = bench.capture.facts
     print(
@@ -243,8 +245,11 @@ def main() -> None:
         count = max(1, options.run_tokens // length)
         plain = bench.plain(length, count)
         volume = count * length * facts.bytes_per_token
-        writers[folder] = plain_writers(
-            folder, options.threads * options.tp, min(volume, options.writers_bytes), volume
+        written = min(volume, options.writers_bytes)
+        # The best of several: a machine's memory may have to grow at the first.
+        writers[folder] = max(
+            plain_writers(folder, options.threads * options.tp, written, volume)
+            for _ in range(options.repeats)
         )
         print(f"writers     {folder:<16} {writers[folder]:.2f} GB/s", flush=True)
         rate, speed, timings = bench.end_to_end(length, count, folder)
@@ -294,6 +299,7 @@ def _options() -> argparse.Namespace:
     add("--slot-bytes", type=int, default=64 << 20)
     add("--threads", type=int, default=2, help="writer threads of each rank")
     add("--writers-bytes", type=int, default=64 << 30, help="most that the plain writers write")
+    add("--switch-interval", type=float, default=0.0, help="sys.setswitchinterval, to compare")
     add("--repeats", type=int, default=3)
     add("--json", default="")
     return parser.parse_args()

@@ -8,7 +8,8 @@ its shards left; a unit with a shard that did not fails, naming the first row mi
 
 It knows no torch and no engine: slabs come in as numpy.
 
-Shape legend: H heads of this rank, T tokens, D head size.
+Shape legend: G head groups, C chunks (or tiles) of tokens, g heads of a group, t tokens of a chunk,
+D head size.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from store.attempt import AttemptWriter
 from store.codec import Codec
 from store.geometry import ArrayGeometry
 from store.run_format import ObjectRecord
-from store.shard import encode_shard
+from store.shard import encode_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +58,36 @@ class RankReport:
 
 
 class _ShardBuffer:
-    """A shard that is being filled from several steps."""
+    """A shard that is being filled from several steps, in the order of its chunks."""
 
-    __slots__ = ("data_HTD", "missing", "seen")
+    __slots__ = ("chunks_GCgtD", "missing", "seen")
 
-    def __init__(self, num_heads: int, num_tokens: int, entry: Entry, bits: np.dtype) -> None:
-        self.data_HTD = np.empty((num_heads, num_tokens, entry.head_size), dtype=bits)
-        self.seen = np.zeros(num_tokens, dtype=bool)
-        self.missing = num_tokens
+    def __init__(self, cut: ArrayGeometry, shard: int, bits: np.dtype) -> None:
+        chunks = cut.token_chunks_in_shard(shard)
+        self.chunks_GCgtD = np.empty(
+            (cut.groups_per_shard, chunks, cut.group_heads, cut.chunk_tokens, cut.head_size), bits
+        )
+        self.seen = np.zeros(cut.tokens_in_shard(shard), dtype=bool)
+        self.missing = len(self.seen)
 
-    def place(self, start: int, rows_HTD: np.ndarray) -> None:
-        stop = start + rows_HTD.shape[1]
-        self.data_HTD[:, start:stop] = rows_HTD
-        self.missing -= int(np.count_nonzero(~self.seen[start:stop]))
-        self.seen[start:stop] = True
+    def place(self, row: int, staged_GCgtD: np.ndarray, staged: int, count: int) -> None:
+        """Copy `count` rows from staged row `staged` to the shard's rows from `row`."""
+        copy_rows(self.chunks_GCgtD, row, staged_GCgtD, staged, count)
+        self.missing -= int(np.count_nonzero(~self.seen[row : row + count]))
+        self.seen[row : row + count] = True
+
+
+def copy_rows(
+    target_GCgtD: np.ndarray, row: int, source_GCgtD: np.ndarray, start: int, count: int
+) -> None:
+    """Copy `count` rows between arrays of tiles whose token counts and phases may differ."""
+    target_tile, source_tile = target_GCgtD.shape[3], source_GCgtD.shape[3]
+    while count:
+        to, at = divmod(row, target_tile)
+        from_, off = divmod(start, source_tile)
+        size = min(count, target_tile - at, source_tile - off)
+        target_GCgtD[:, to, :, at : at + size] = source_GCgtD[:, from_, :, off : off + size]
+        row, start, count = row + size, start + size, count - size
 
 
 class _Unit:
@@ -214,57 +231,65 @@ class Assembly:
 
     def _place(self, slab: Slab, entry: Entry) -> None:
         slab.wait()
-        bits_HTD = entry.bits(slab)
+        staged_GCgtD = entry.bits(slab)
         for run in entry.runs:
             with self._lock:
                 unit = self._units.get(run.unit)
             if unit is None or unit.error is not None:
                 continue
             try:
-                self._place_run(unit, entry, run, bits_HTD)
+                self._place_run(unit, entry, run, staged_GCgtD)
             except Exception:  # noqa: BLE001
                 # Policy: whatever goes wrong with a unit's rows fails that unit, traceback and all.
                 unit.fail(traceback.format_exc())
 
-    def _place_run(self, unit: _Unit, entry: Entry, run: Run, bits_HTD: np.ndarray) -> None:
+    def _place_run(self, unit: _Unit, entry: Entry, run: Run, staged_GCgtD: np.ndarray) -> None:
         cut = unit.cuts[self.taps[entry.tap].site]
         row, end, staged = run.row, run.row + run.num_rows, run.staged
         while row < end:
             shard = row // cut.shard_tokens
-            first, size = shard * cut.shard_tokens, cut.tokens_in_shard(shard)
-            count = min(end, first + size) - row
-            rows_HTD = bits_HTD[:, staged : staged + count]
-            self._place_rows(unit, entry, shard, row - first, size, rows_HTD)
+            first = shard * cut.shard_tokens
+            count = min(end, first + cut.tokens_in_shard(shard)) - row
+            self._place_rows(unit, entry.tap, shard, row - first, staged_GCgtD, staged, count)
             row, staged = row + count, staged + count
 
     def _place_rows(
-        self, unit: _Unit, entry: Entry, shard: int, start: int, size: int, rows_HTD: np.ndarray
+        self,
+        unit: _Unit,
+        tap: int,
+        shard: int,
+        row: int,
+        staged_GCgtD: np.ndarray,
+        staged: int,
+        count: int,
     ) -> None:
-        place = (entry.tap, shard)
+        cut, place = unit.cuts[self.taps[tap].site], (tap, shard)
         if place in unit.left:
             raise RowsMissing(
-                f"unit {unit.layout.unit}: rows of {self.taps[entry.tap]} were computed again "
-                "after their shard had left; repeat the attempt with fewer prompts in flight"
+                f"unit {unit.layout.unit}: rows of {self.taps[tap]} were computed again after "
+                "their shard had left; repeat the attempt with fewer prompts in flight"
             )
         buffer = unit.buffers.get(place)
-        if buffer is None and rows_HTD.shape[1] == size:
-            self._leave(unit, entry.tap, shard, rows_HTD)
+        tile = staged_GCgtD.shape[3]
+        whole = buffer is None and count == cut.tokens_in_shard(shard)
+        if whole and tile == cut.chunk_tokens and staged % tile == 0:
+            first = staged // tile
+            chunks = cut.token_chunks_in_shard(shard)
+            self._leave(unit, tap, shard, staged_GCgtD[:, first : first + chunks])
             return
         if buffer is None:
-            buffer = unit.buffers[place] = _ShardBuffer(
-                entry.num_heads, size, entry, rows_HTD.dtype
-            )
+            buffer = unit.buffers[place] = _ShardBuffer(cut, shard, staged_GCgtD.dtype)
         started = time.perf_counter()
-        buffer.place(start, rows_HTD)
+        buffer.place(row, staged_GCgtD, staged, count)
         unit.spent("copy", started)
         if buffer.missing == 0:
             unit.buffers.pop(place, None)
-            self._leave(unit, entry.tap, shard, buffer.data_HTD)
+            self._leave(unit, tap, shard, buffer.chunks_GCgtD)
 
-    def _leave(self, unit: _Unit, number: int, shard: int, data_HTD: np.ndarray) -> None:
-        tap = self.taps[number]
+    def _leave(self, unit: _Unit, number: int, shard: int, chunks_GCgtD: np.ndarray) -> None:
+        tap, rows = self.taps[number], unit.cuts[self.taps[number].site].tokens_in_shard(shard)
         started = time.perf_counter()
-        encoded = encode_shard(unit.cuts[tap.site], shard, data_HTD, self.codec)
+        encoded = encode_chunks(unit.cuts[tap.site], shard, chunks_GCgtD, self.codec)
         unit.spent("encode", started)
         started = time.perf_counter()
         record = unit.writer.put_shard(
@@ -272,11 +297,11 @@ class Assembly:
         )
         unit.spent("put", started)
         with unit.lock:
-            unit.left[number, shard] = data_HTD.shape[1]
+            unit.left[number, shard] = rows
             unit.objects.append(record)
             if self.codec is not Codec.RAW:
                 unit.chunk_sizes[record.name] = encoded.chunk_sizes
-            unit.rows[tap.site] = unit.rows.get(tap.site, 0) + data_HTD.shape[1]
+            unit.rows[tap.site] = unit.rows.get(tap.site, 0) + rows
 
     def _seal(self, unit: _Unit, number: int) -> None:
         if unit.error is None:

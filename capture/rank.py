@@ -20,7 +20,7 @@ from capture.errors import CaptureError, RowsMissing
 from capture.heads import HeadShare, head_share
 from capture.rows import Span, StepRows, UnitLayout, plan_step
 from capture.settings import CaptureSettings, StoreLocation
-from capture.staging import NUM_DEVICE_SLOTS, Staging
+from capture.staging import NUM_DEVICE_SLOTS, Staging, TapShape
 from capture.step_block import LayerReads
 from store.attempt import AttemptWriter
 from store.geometry import ArrayGeometry
@@ -56,6 +56,16 @@ class _SiteShare:
             shard_heads=self.share.local,
             head_size=self.head_size,
             item_bytes=item_bytes,
+        )
+
+    def tap_shape(self, item_bytes: int) -> TapShape:
+        cut = self.geometry(1, 1, item_bytes)
+        return TapShape(
+            num_heads=self.share.local,
+            head_size=self.head_size,
+            item_bytes=item_bytes,
+            group_heads=cut.group_heads,
+            chunk_tokens=cut.chunk_tokens,
         )
 
 
@@ -103,17 +113,13 @@ class RankCapture:
                     taps.append(Tap(site.site.value, index, site.share.shard, row_bytes))
             self.reads.append(LayerReads(envoy_of(layer.path), **numbers))
         self._taps = taps
-        self._tap_shape = [
-            (site.share.local, site.head_size)
-            for _ in self.taken
-            for site in self.sites
-            if site.share.writes
+        self._tap_shapes = [
+            site.tap_shape(item) for _ in self.taken for site in self.sites if site.share.writes
         ]
         self.bytes_per_row = sum(tap.row_bytes for tap in taps)
         self.max_step_rows = max_step_rows
-        slot_bytes = max(
-            settings.slot_bytes, max((tap.row_bytes for tap in taps), default=1) * max_step_rows
-        )
+        largest = max((s.staged_bytes(max_step_rows) for s in self._tap_shapes), default=1)
+        slot_bytes = max(settings.slot_bytes, largest)
         self._staging = Staging(
             slot_bytes=slot_bytes,
             num_slabs=_num_slabs(settings, slot_bytes, self.bytes_per_row, max_step_rows),
@@ -200,7 +206,9 @@ class RankCapture:
         if not step.num_rows or not self._taps:
             self._step = None
             return False
-        needed = self._staging.slabs_needed([t.row_bytes * step.num_rows for t in self._taps])
+        needed = self._staging.slabs_needed(
+            [shape.staged_bytes(step.num_rows) for shape in self._tap_shapes]
+        )
         self.timings["stall"] += self._staging.pool.wait_free(needed, self.settings.stall_seconds)
         self._index = None
         if step.index is not None:
@@ -216,11 +224,11 @@ class RankCapture:
                 f"tap {tap} came where tap {self._puts} was due; the model's layers did not run "
                 "once each in order"
             )
-        num_heads, head_size = self._tap_shape[tap]
-        x_TF = x_TF.reshape(-1, num_heads * head_size)
+        shape = self._tap_shapes[tap]
+        x_TF = x_TF.reshape(-1, shape.num_heads * shape.head_size)
         if x_TF.dtype != self.dtype:
             raise RowsMissing(f"{self._taps[tap]} is {x_TF.dtype}, the run holds {self.dtype}")
-        self._staging.put(tap, x_TF, num_heads, head_size, self._index, step.num_rows, step.runs)
+        self._staging.put(tap, x_TF, shape, self._index, step.num_rows, step.runs)
         self._puts += 1
 
     def end_step(self, error: str | None) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import binascii
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +55,65 @@ def encode_shard(
         parts, sizes, checksums = _raw_chunks(geometry, token_shard, rows_HB)
     else:
         parts, sizes, checksums = _compressed_chunks(geometry, rows_HB, codec)
+    return _finished(geometry, token_shard, parts, sizes, checksums)
+
+
+def encode_chunks(
+    geometry: ArrayGeometry, token_shard: int, chunks_GCgtD: np.ndarray[Any, Any], codec: Codec
+) -> EncodedShard:
+    """Return the bytes of one shard whose values already lie chunk by chunk.
+
+    `chunks_GCgtD` is [head groups, chunks of tokens, heads of a group, chunk tokens, D]; each chunk
+    is contiguous, groups may lie apart. Rows after the last token mean nothing: that chunk alone is
+    copied, its rest filled with zeros. For `raw` all others are views, one checksum call each.
+    """
+    groups, chunks = geometry.groups_per_shard, geometry.token_chunks_in_shard(token_shard)
+    expected = (groups, chunks, geometry.group_heads, geometry.chunk_tokens, geometry.head_size)
+    item = chunks_GCgtD.dtype.itemsize
+    if chunks_GCgtD.shape != expected or item != geometry.item_bytes:
+        raise ValueError(
+            f"token shard {token_shard} holds {expected} elements of {geometry.item_bytes} bytes, "
+            f"got {chunks_GCgtD.shape} of {item} bytes"
+        )
+    rest = geometry.tokens_in_shard(token_shard) - (chunks - 1) * geometry.chunk_tokens
+    parts: list[Buffer] = []
+    sizes: list[int] = []
+    checksums: list[int] = []
+    for group_CgtD in chunks_GCgtD:
+        if not group_CgtD.flags.c_contiguous:
+            raise ValueError(f"a group's chunks must be contiguous, strides {chunks_GCgtD.strides}")
+        for chunk_gtD in _whole_chunks(group_CgtD, rest):
+            stored: Buffer = chunk_gtD
+            if codec is Codec.RAW:
+                stored = memoryview(chunk_gtD.reshape(-1).view(np.uint8))
+            else:
+                stored = compress(codec, chunk_gtD)
+            checksum = crc32c(stored)
+            parts += (stored, _CRC.pack(checksum))
+            sizes.append(memoryview(stored).nbytes + CHECKSUM_BYTES)
+            checksums.append(checksum)
+    return _finished(geometry, token_shard, parts, sizes, checksums)
+
+
+def _whole_chunks(group_CgtD: np.ndarray[Any, Any], rest: int) -> Iterator[np.ndarray[Any, Any]]:
+    """Yield a group's chunks; the last, if only `rest` of its rows count, as a filled-up copy."""
+    last = len(group_CgtD) - 1
+    for number, chunk_gtD in enumerate(group_CgtD):
+        if number == last and rest < chunk_gtD.shape[1]:
+            filled_gtD = np.zeros_like(chunk_gtD)
+            filled_gtD[:, :rest] = chunk_gtD[:, :rest]
+            yield filled_gtD
+        else:
+            yield chunk_gtD
+
+
+def _finished(
+    geometry: ArrayGeometry,
+    token_shard: int,
+    parts: list[Buffer],
+    sizes: list[int],
+    checksums: list[int],
+) -> EncodedShard:
     chunk_sizes = np.asarray(sizes, np.uint32)
     index = shard_index(geometry, token_shard, chunk_sizes)
     parts.append(index)
