@@ -210,12 +210,9 @@ class Dispatcher:
     def _assign(self, now: float) -> None:
         if self.ending is None and now >= self._paused_until:
             self._reserve()
-            for number, worker in self.workers.items():
-                while self._may_take(worker):
-                    order = self._order_for(number, worker)
-                    if order is None:
-                        break
-                    self._send(number, worker, order, now)
+            # One each in turn, so that nobody holds two while another has none.
+            while sum(self._give_one(n, worker, now) for n, worker in self.workers.items()):
+                continue
             self._release_idle()
         for number, worker in self.workers.items():
             if worker.phase is Phase.READY and worker.orders and worker.calls == 0:
@@ -238,6 +235,13 @@ class Dispatcher:
             return not worker.orders
         return len(worker.orders) <= self._limits.units_in_flight
 
+    def _give_one(self, number: WorkerId, worker: Worker, now: float) -> bool:
+        order = self._order_for(number, worker) if self._may_take(worker) else None
+        if order is None:
+            return False
+        self._send(number, worker, order, now)
+        return True
+
     def _order_for(self, number: WorkerId, worker: Worker) -> UnitOrder | None:
         if worker.reserved:
             return self._schedule.take_alone()
@@ -251,7 +255,8 @@ class Dispatcher:
         holders: dict[int, list[WorkerId]] = {}
         for number, worker in self.workers.items():
             for unit in worker.orders:
-                holders.setdefault(unit, []).append(number)
+                if not self._schedule.is_done(unit):
+                    holders.setdefault(unit, []).append(number)
         single = [
             (self.workers[held[0]].since, unit)
             for unit, held in holders.items()

@@ -19,9 +19,11 @@ from typing import Any
 from capture.settings import UnitResult
 from jobs.config import RunConfig
 from jobs.dispatch import Dispatcher, DispatchLimits, Phase
+from jobs.dry_run import check_quota
 from jobs.errors import ExitCode, RunInterrupted, RunStopped
 from jobs.event_log import EventLog
 from jobs.messages import WorkerFacts, WorkerSpec
+from jobs.metrics import RunMetrics
 from jobs.owner import RunOwner
 from jobs.policy import Event
 from jobs.prepare import (
@@ -35,6 +37,7 @@ from jobs.prepare import (
 )
 from jobs.progress import ProgressView, Snapshot
 from jobs.schedule import Schedule
+from jobs.snapshots import SnapshotKeeper
 from jobs.status import RunStatus, read_status
 from jobs.worker import CaptureWorker
 from store import keys
@@ -94,6 +97,7 @@ def run(
     try:
         prepared = _prepare(objects, config, prepared, options, log)
         log.run_id = prepared.manifest.run_id
+        check_quota(objects, config, prepared)
         _capture(objects, config, prepared, owner, options, log, view)
     finally:
         owner.release()
@@ -160,10 +164,12 @@ def _capture(
     try:
         pool = RayPool(config, spec, options.worker)
         dispatcher = Dispatcher(schedule, pool, limits(config), log)
-        watch = _Watch(objects, config, owner, dispatcher, pool.draining_nodes)
+        snapshots = SnapshotKeeper(objects, prepared.manifest.run_id)
+        watch = _Watch(objects, config, owner, dispatcher, pool.draining_nodes, snapshots)
         dispatcher.observe(
             lambda facts: store_model(objects, facts, prepared.manifest.run_id), watch.note
         )
+        metrics = RunMetrics(prepared.manifest.run_id)
         display = view()
         log.around = display.around
         meter = _Meter(dispatcher, schedule, units_planned=len(units), tokens=_tokens(units, done))
@@ -172,11 +178,14 @@ def _capture(
                 while not dispatcher.finished:
                     dispatcher.step(time.monotonic(), STEP_SECONDS)
                     watch.look()
-                    display.show(meter.snapshot())
+                    snapshot = meter.snapshot()
+                    display.show(snapshot)
+                    metrics.set(snapshot)
         finally:
             log.around = lambda write: write()
             display.close(meter.snapshot())
             pool.close()
+            snapshots.close()
     finally:
         disconnect()
     _raise_ending(dispatcher, schedule)
@@ -224,16 +233,19 @@ class _Watch:
         owner: RunOwner,
         dispatcher: Dispatcher,
         draining_nodes: Callable[[], frozenset[str]],
+        snapshots: SnapshotKeeper,
     ) -> None:
         self._owner = owner
         self._dispatcher = dispatcher
         self._draining_nodes = draining_nodes
+        self._snapshots = snapshots
         self._quota = config.max_bytes
         self._stored = read_status(objects).bytes if config.max_bytes is not None else 0
         self._looked = time.monotonic()
 
     def note(self, result: UnitResult) -> None:
         """Count a unit's bytes against the quota; end the run once the next would not fit."""
+        self._snapshots.note()
         self._stored += result.bytes
         if self._quota is not None and self._stored + result.bytes > self._quota:
             message = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,3 +95,36 @@ def _text_configs(model: ModelConfig) -> list[dict[str, Any]]:
             raise ConfigError(f"there is no model at {model.path!r}: {error}") from error
     inner = body.get("text_config")
     return [inner, body] if isinstance(inner, dict) else [body]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """How many attention layers and heads a model's own config promises."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    v_head_size: int
+
+
+def attention_shape(model: ModelConfig) -> AttentionShape:
+    """Return the model's shape for an estimate; the engine's own word counts once it runs.
+
+    Raises `ConfigError` where the config does not say it.
+    """
+    config = _text_configs(model)[0]
+    layers = config.get("num_hidden_layers") or config.get("n_layer")
+    heads = config.get("num_attention_heads") or config.get("n_head")
+    if not layers or not heads:
+        raise ConfigError(f"the config of {model.path} does not state its layers and heads")
+    width = config.get("hidden_size") or config.get("n_embd") or 0
+    head_size = int(config.get("head_dim") or width // heads)
+    kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
+    return AttentionShape(
+        layers=int(layers),
+        heads=int(heads),
+        kv_heads=int(kv_heads),
+        head_size=head_size,
+        v_head_size=int(config.get("v_head_dim") or head_size),
+    )

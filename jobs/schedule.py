@@ -89,6 +89,7 @@ class Schedule:
 
     def repeat(self, unit: int) -> UnitOrder:
         """Return an order for one more attempt at a running unit (a straggler's double)."""
+        assert self._state[unit] == _RUNNING, unit
         return self._ordered(unit)
 
     def is_done(self, unit: int) -> bool:

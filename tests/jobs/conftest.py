@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from jobs.config import RunConfig
 from jobs.config_file import parse_config
@@ -25,7 +26,10 @@ def word_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>").save_pretrained(folder)
-    config = {"model_type": "llama", "vocab_size": 201, "max_position_embeddings": 64}
+    config = {
+        "model_type": "llama", "vocab_size": 201, "max_position_embeddings": 64,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16,
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -77,3 +81,31 @@ def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
         return path
 
     return put
+
+
+@pytest.fixture
+def engine_config(
+    tmp_path: Path, tiny_qwen3_dir: Path, write_prompts: Callable[..., Path]
+) -> Callable[..., Path]:
+    """Write a config for the tiny model; keyword arguments replace or add to its sections."""
+
+    def write(records: Any, **sections: Any) -> Path:
+        body: dict[str, Any] = {
+            "output": str(tmp_path / "run"),
+            "prompts": {"source": str(write_prompts(records))},
+            "model": {"path": str(tiny_qwen3_dir), "dtype": "float32", "max_model_len": 256},
+            "capture": {"unit_tokens": 256},
+            "engine": {
+                "max_num_batched_tokens": 256,
+                "max_num_seqs": 16,
+                "host_bytes": 64 << 20,
+                "slot_bytes": 8 << 20,
+            },
+        }
+        for name, section in sections.items():
+            body[name] = {**body.get(name, {}), **section} if isinstance(section, dict) else section
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump(body))
+        return path
+
+    return write

@@ -123,7 +123,7 @@ class FakeEngine:
             stored=outcomes.count(Outcome.STORED),
             failed=outcomes.count(Outcome.FAILED),
             tokens=row,
-            bytes=row * 64,
+            bytes=row * self._faults.get("bytes_per_token", 64),
         )
 
 

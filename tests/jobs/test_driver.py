@@ -12,7 +12,7 @@ import pytest
 from jobs.config import RunConfig
 from jobs.driver import RunOptions, RunOutcome
 from jobs.driver import run as run_job
-from jobs.errors import ExitCode, RunInterrupted, RunStopped
+from jobs.errors import ExitCode, QuotaExceeded, RunInterrupted, RunStopped
 from jobs.event_log import EventLog
 from jobs.listing import prompt_rows
 from jobs.progress import progress_view
@@ -198,11 +198,24 @@ def test_a_store_that_never_recovers_ends_the_run_to_be_run_again(
     assert drive(config).exit_code is ExitCode.DONE
 
 
-def test_a_quota_ends_the_run_cleanly(
+def test_a_quota_that_cannot_hold_the_run_refuses_it_before_any_worker(
     drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
 ) -> None:
-    config = make_config(write_prompts(TEXTS), max_bytes=4 * 512, engine={"units_in_flight": 1})
+    with pytest.raises(QuotaExceeded, match="Raise max_bytes"):
+        drive(make_config(write_prompts(TEXTS), max_bytes=10_000))
+    assert not drive.events("worker asked for")
+
+
+def test_a_quota_reached_on_the_way_ends_the_run_cleanly(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    faults: Callable[..., Path],
+) -> None:
+    faults(bytes_per_token=40_000)
+    config = make_config(write_prompts(TEXTS), max_bytes=1_000_000, engine={"units_in_flight": 1})
     with pytest.raises(RunStopped, match="max_bytes"):
         drive(config)
     done = read_status(open_store(config.output))
-    assert 0 < done.units_committed < 6
+    assert 2 < done.units_committed < 6
+    assert len(drive.events("assigned")) == done.units_committed

@@ -1,0 +1,146 @@
+"""What a run will store and how long it will take, before any engine starts. Pure arithmetic.
+
+Bytes of raw arrays are exact: they come from the same geometry that cuts the arrays, unit by unit,
+with checksums, indexes and the filled-up last chunks. What a codec makes of them is an expectation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jobs.config import RunConfig
+from jobs.model_identity import AttentionShape
+from store.codec import Codec
+from store.geometry import ArrayGeometry
+from store.run_format import Site
+
+EXPECTED_RATIO = {Codec.RAW: 1.0, Codec.FAST: 1.2, Codec.SMALL: 1.35}
+"""Raw bytes over stored bytes; what attention tensors gave in benchmarks, models differ."""
+
+ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the estimate of time and cost assumes; all of the user's own knowing."""
+
+    tokens_per_second: float | None = None
+    """Of one worker's engine while it captures."""
+    store_bytes_per_second: float | None = None
+    """What the object store takes in, from all workers together."""
+    dollars_per_tb_month: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A run that is still to be done, in numbers."""
+
+    prompts: int
+    unusable: int
+    tokens: int
+    units: int
+    site_bytes: dict[str, int]
+    """Site -> exact raw bytes."""
+    objects: int
+    stored_bytes: int
+    """Expected bytes with the run's codec."""
+    hours: float | None
+    bound_by: str | None
+    dollars_per_month: float | None
+
+    @property
+    def raw_bytes(self) -> int:
+        return sum(self.site_bytes.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the estimate as `attnstore run --dry-run --json` prints it."""
+        return {
+            "prompts": self.prompts,
+            "unusable_prompts": self.unusable,
+            "tokens": self.tokens,
+            "units": self.units,
+            "raw_bytes_per_site": self.site_bytes,
+            "raw_bytes": self.raw_bytes,
+            "expected_bytes": self.stored_bytes,
+            "objects": self.objects,
+            "hours": self.hours,
+            "bound_by": self.bound_by,
+            "dollars_per_month": self.dollars_per_month,
+        }
+
+
+def estimate(
+    config: RunConfig,
+    shape: AttentionShape,
+    unit_tokens: Iterable[int],
+    *,
+    prompts: int,
+    unusable: int,
+    rates: Rates,
+) -> Estimate:
+    """Return what units of these token counts will take."""
+    tokens, counts = np.unique(np.fromiter(unit_tokens, dtype=np.int64), return_counts=True)
+    layers = len(config.capture.layers) if config.capture.layers is not None else shape.layers
+    site_bytes = dict.fromkeys(map(str, config.capture.sites), 0)
+    objects = 0
+    for num_tokens, count in zip(tokens.tolist(), counts.tolist(), strict=True):
+        objects += count * 2  # the group's zarr.json and the commit
+        if not num_tokens:
+            continue
+        for site in config.capture.sites:
+            cut = _geometry(config, shape, site, layers, num_tokens)
+            shards = [cut.raw_shard_bytes(place) for place in range(cut.num_token_shards)]
+            site_bytes[str(site)] += count * sum(shards) * layers * cut.num_head_shards
+            objects += count * (len(shards) * layers * cut.num_head_shards + 1)
+    total = int((tokens * counts).sum())
+    stored = int(sum(site_bytes.values()) / EXPECTED_RATIO[config.capture.codec])
+    hours, bound = _time(config, total, stored, rates)
+    cost = rates.dollars_per_tb_month
+    return Estimate(
+        prompts=prompts,
+        unusable=unusable,
+        tokens=total,
+        units=int(counts.sum()),
+        site_bytes=site_bytes,
+        objects=objects,
+        stored_bytes=stored,
+        hours=hours,
+        bound_by=bound,
+        dollars_per_month=stored / 1e12 * cost if cost is not None else None,
+    )
+
+
+def _geometry(
+    config: RunConfig, shape: AttentionShape, site: Site, layers: int, num_tokens: int
+) -> ArrayGeometry:
+    heads = shape.kv_heads if site.is_kv else shape.heads
+    head_size = shape.head_size if site in (Site.ROT_Q, Site.ROT_K) else shape.v_head_size
+    return ArrayGeometry.plan(
+        num_layers=layers,
+        num_tokens=num_tokens,
+        num_heads=heads,
+        shard_heads=max(1, heads // config.engine.tensor_parallel_size),
+        head_size=head_size,
+        item_bytes=ITEM_BYTES[config.model.dtype],
+    )
+
+
+def _time(
+    config: RunConfig, tokens: int, stored: int, rates: Rates
+) -> tuple[float | None, str | None]:
+    """Hours of the slower of the two stages, and which it is."""
+    seconds: dict[str, float] = {}
+    if rates.tokens_per_second:
+        seconds["the engines"] = tokens / (rates.tokens_per_second * config.workers.highest)
+    if rates.store_bytes_per_second:
+        seconds["the store"] = stored / rates.store_bytes_per_second
+    if not seconds:
+        return None, None
+    slowest = max(seconds, key=lambda name: seconds[name])
+    bound = slowest if len(seconds) > 1 else None
+    return seconds[slowest] / SECONDS_PER_HOUR, bound

@@ -1,0 +1,126 @@
+"""Strikes at a real run: every process killed in turn, hung, told to stop, driven twice.
+
+Real engine, real Ray, real store; each ends with every prompt stored once and every byte verified.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from jobs.listing import prompt_rows
+from store.objects.open import open_store
+from tests.jobs.poison_main import POISON_TOKENS
+from tests.jobs.run_process import RunProcess, assert_complete
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+
+Configs = Callable[..., Path]
+TEXTS = [f"prompt number {i} looks back at what came before it" for i in range(150)]
+TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+
+
+def test_a_killed_rank_takes_its_worker_along_and_nothing_is_lost(
+    engine_config: Configs, tmp_path: Path
+) -> None:
+    with RunProcess(engine_config(TEXTS, engine=TP2)) as run:
+        run.wait_for("committed", 3)
+        os.kill(run.rank_pid(0), signal.SIGKILL)
+        assert run.finish() == 0, run.transcript()
+        assert len(run.named("worker lost: engine died")) == 1
+    assert_complete(tmp_path / "run")
+
+
+def test_a_hung_rank_is_found_by_the_deadline_and_killed(
+    engine_config: Configs, tmp_path: Path
+) -> None:
+    workers = {"unit_deadline_seconds": 12}
+    with RunProcess(engine_config(TEXTS, engine=TP2, workers=workers)) as run:
+        run.wait_for("committed", 3)
+        hung = run.rank_pid(0)
+        os.kill(hung, signal.SIGSTOP)
+        assert run.finish() == 0, run.transcript()
+        assert len(run.named("worker lost: deadline passed")) == 1
+    assert not psutil.pid_exists(hung)
+    assert_complete(tmp_path / "run")
+
+
+def test_a_killed_driver_leaves_nothing_running_and_running_again_goes_on(
+    engine_config: Configs, tmp_path: Path
+) -> None:
+    config = engine_config(TEXTS)
+    with RunProcess(config) as run:
+        run.wait_for("committed", 3)
+        worker = run.worker_pid()
+        run.kill()
+    with RunProcess(config) as again:
+        assert again.finish() == 0, again.transcript()
+        missing = again.named("starting")[0]
+        assert missing["missing"] < missing["units"]
+    assert not psutil.pid_exists(worker)
+    assert_complete(tmp_path / "run")
+
+
+def test_sigterm_ends_with_75_after_what_was_in_flight(
+    engine_config: Configs, tmp_path: Path
+) -> None:
+    config = engine_config(TEXTS)
+    with RunProcess(config) as run:
+        run.wait_for("committed", 3)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.finish() == 75, run.transcript()
+        assert not run.named("worker dropped")
+        assert len(run.named("committed")) == len(run.named("assigned"))
+    with RunProcess(config) as again:
+        assert again.finish() == 0, again.transcript()
+    assert_complete(tmp_path / "run")
+
+
+def test_a_second_driver_is_told_and_one_that_takes_over_wins(
+    engine_config: Configs, tmp_path: Path
+) -> None:
+    config = engine_config(TEXTS * 4, capture={"unit_tokens": 128})
+    with RunProcess(config) as first:
+        first.wait_for("committed", 1)
+        with RunProcess(config) as second:
+            assert second.finish() == 75, second.transcript()
+            assert any("works on this run" in line for line in second.other)
+        with RunProcess(config, "--take-over") as third:
+            codes = {first.finish(), third.finish()}
+        assert codes <= {0, 75}, first.transcript() + third.transcript()
+    with RunProcess(config) as last:
+        assert last.finish() == 0, last.transcript()
+    assert_complete(tmp_path / "run")
+
+
+def test_a_poison_prompt_is_the_only_one_lost(engine_config: Configs, tmp_path: Path) -> None:
+    records = [{"id": f"p{i}", "text": text} for i, text in enumerate(TEXTS[:40])]
+    records[17]["text"] = "poison " * 20
+    config = engine_config(records, workers={"max_attempts": 2})
+    length = _tokens_of(config, "p17")
+    main = ("-m", "tests.jobs.poison_main")
+    with RunProcess(config, main=main, **{POISON_TOKENS: str(length)}) as run:
+        assert run.finish() == 3, run.transcript()
+    assert_complete(tmp_path / "run", failed=["p17"])
+    row = next(r for r in prompt_rows(open_store(str(tmp_path / "run"))) if r.prompt_id == "p17")
+    assert row.reason is not None
+    assert row.reason.startswith("quarantined: it failed 2 times running alone")
+
+
+def _tokens_of(config: Path, prompt_id: str) -> int:
+    """How many tokens a prompt has; no other may have as many."""
+    from jobs.config_file import load_config
+    from jobs.plan import make_prompter
+    from jobs.sources import PromptSource
+
+    settings = load_config(config)
+    prompts = list(make_prompter(settings).prompts(PromptSource(settings.prompts).records()))
+    lengths = {prompt.prompt_id: prompt.num_tokens for prompt in prompts}
+    assert sum(1 for length in lengths.values() if length == lengths[prompt_id]) == 1
+    return lengths[prompt_id]

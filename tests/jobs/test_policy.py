@@ -1,0 +1,98 @@
+"""The failure policy: every row of the table, the order of tries, and what stops a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from jobs.errors import ExitCode
+from jobs.policy import (
+    RULES,
+    Event,
+    ForRun,
+    ForUnit,
+    ForWorker,
+    SameErrorGuard,
+    Try,
+    classify_failure,
+    next_try,
+    signature,
+)
+
+TABLE = [
+    (Event.COMMITTED, ForUnit.DONE, ForWorker.KEEP, ForRun.GO_ON, None),
+    (Event.SUPERSEDED, ForUnit.DONE, ForWorker.KEEP, ForRun.GO_ON, None),
+    (Event.UNIT_FAILED, ForUnit.CHARGE, ForWorker.KEEP, ForRun.GO_ON, None),
+    (Event.ENGINE_DIED, ForUnit.CHARGE, ForWorker.REPLACE, ForRun.GO_ON, None),
+    (Event.DEADLINE, ForUnit.CHARGE, ForWorker.REPLACE, ForRun.GO_ON, None),
+    (Event.NODE_LOST, ForUnit.REQUEUE, ForWorker.REPLACE, ForRun.GO_ON, None),
+    (Event.PREEMPTED, ForUnit.REQUEUE, ForWorker.REPLACE, ForRun.GO_ON, None),
+    (Event.STORE_FAILED, ForUnit.REQUEUE, ForWorker.KEEP, ForRun.BACK_OFF, None),
+    (Event.START_FAILED, ForUnit.NOTHING, ForWorker.REPLACE, ForRun.GO_ON, None),
+    (Event.START_DEADLINE, ForUnit.NOTHING, ForWorker.REPLACE, ForRun.GO_ON, None),
+    (Event.SIGTERM, ForUnit.NOTHING, ForWorker.KEEP, ForRun.DRAIN, ExitCode.INTERRUPTED),
+    (Event.OTHER_DRIVER, ForUnit.NOTHING, ForWorker.KEEP, ForRun.DRAIN, ExitCode.INTERRUPTED),
+    (Event.QUOTA, ForUnit.NOTHING, ForWorker.KEEP, ForRun.DRAIN, ExitCode.REFUSED),
+    (Event.SAME_ERROR, ForUnit.NOTHING, ForWorker.KEEP, ForRun.STOP, ExitCode.REFUSED),
+    (Event.STORE_GONE, ForUnit.NOTHING, ForWorker.KEEP, ForRun.STOP, ExitCode.INTERRUPTED),
+    (Event.NO_WORKERS, ForUnit.NOTHING, ForWorker.KEEP, ForRun.STOP, ExitCode.REFUSED),
+    (Event.NO_ROOM, ForUnit.NOTHING, ForWorker.KEEP, ForRun.STOP, ExitCode.INTERRUPTED),
+    (Event.HOPELESS, ForUnit.NOTHING, ForWorker.KEEP, ForRun.STOP, ExitCode.REFUSED),
+]
+
+
+@pytest.mark.parametrize(("event", "unit", "worker", "run", "code"), TABLE)
+def test_each_row_of_the_table(
+    event: Event, unit: ForUnit, worker: ForWorker, run: ForRun, code: int | None
+) -> None:
+    rule = RULES[event]
+    assert (rule.unit, rule.worker, rule.run, rule.exit_code) == (unit, worker, run, code)
+
+
+def test_the_table_has_a_row_for_every_event() -> None:
+    assert set(RULES) == set(Event) == {row[0] for row in TABLE}
+
+
+def test_a_unit_is_tried_together_then_alone_then_one_by_one() -> None:
+    tries = [next_try(charges, max_attempts=3) for charges in range(6)]
+    assert tries == [Try.TOGETHER, Try.ALONE, Try.ALONE, *[Try.ONE_BY_ONE] * 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "event"),
+    [
+        ("OSError: [Errno 28] No space left on device", Event.STORE_FAILED),
+        ("store.errors.StoreError: put of data/x failed", Event.STORE_FAILED),
+        ("GenericError: Connection refused", Event.STORE_FAILED),
+        ("capture.errors.RowsMissing: 3 rows of rot_q are missing", Event.UNIT_FAILED),
+        ("ValueError: shapes", Event.UNIT_FAILED),
+        (None, Event.UNIT_FAILED),
+    ],
+)
+def test_errors_of_the_store_are_told_from_those_of_the_unit(
+    error: str | None, event: Event
+) -> None:
+    assert classify_failure(error) is event
+
+
+def test_equal_errors_are_told_whatever_their_numbers() -> None:
+    first = "Traceback ...\n  File x\nRuntimeError: unit 7 at 0x7f00deadbeef failed after 3 s\n"
+    second = "Traceback ...\n  File y\nRuntimeError: unit 19 at 0x7f00cafe0000 failed after 4 s"
+    assert signature(first) == signature(second)
+    assert signature(first) != signature("ValueError: unit 7")
+
+
+def test_the_same_error_stops_a_run_only_before_anything_worked() -> None:
+    guard = SameErrorGuard()
+    assert [guard.unit_failed(unit, "E: bad 1") for unit in (1, 1, 2, 3)] == [False] * 3 + [True]
+    guard = SameErrorGuard()
+    assert not any(guard.unit_failed(unit, f"E: {'abc'[unit]}") for unit in range(3))
+    guard = SameErrorGuard()
+    guard.success()
+    assert not any(guard.unit_failed(unit, "E: bad") for unit in range(10))
+
+
+def test_failing_starts_stop_a_run_only_in_a_row() -> None:
+    guard = SameErrorGuard()
+    assert [guard.start_failed() for _ in range(2)] == [False, False]
+    guard.started()
+    assert [guard.start_failed() for _ in range(3)] == [False, False, True]
