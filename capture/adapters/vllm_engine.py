@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from capture.adapters.contract import check_contract
 from capture.adapters.vllm_runner import EXTRA_ARG
 from capture.errors import PromptRefused
 from capture.settings import CaptureSettings, EngineSettings
@@ -118,6 +119,7 @@ def start_engine(settings: EngineSettings, capture: CaptureSettings | None) -> S
         _set_torch_accelerator_to_noop()
     from nnsight.modeling.vllm import VLLM
 
+    check_contract()
     VLLM._WORKER_CLS = WORKER_CLASS
     return StepEngine(VLLM(settings.model, dispatch=True, **engine_arguments(settings, capture)))
 

@@ -101,7 +101,7 @@ def run_capture(wanted: LiveCapture) -> None:
     settings = EngineSettings(model=wanted.model, **{**defaults, **wanted.engine})
     budget = {"host_bytes": 256 << 20, "slot_bytes": 4 << 20}
     plain = {**CaptureSettings(**budget).to_json(), **wanted.capture}
-    os.makedirs(wanted.out)
+    Path(wanted.out).mkdir(parents=True)
     engine = CaptureEngine.start(
         settings, CaptureSettings.from_json(plain), StoreLocation(wanted.out), RUN_ID
     )

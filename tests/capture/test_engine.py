@@ -26,7 +26,9 @@ def stored_prompts(captured: Captured) -> list[str]:
     table = captured.run.prompts
     status = table["status"].to_pylist()
     return [
-        name for name, state in zip(table["prompt_id"].to_pylist(), status) if state == "stored"
+        name
+        for name, state in zip(table["prompt_id"].to_pylist(), status, strict=True)
+        if state == "stored"
     ]
 
 

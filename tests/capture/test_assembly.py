@@ -1,0 +1,218 @@
+"""The row ledger: whatever arrives in whatever order, a unit is right or reports what is missing.
+
+Rows go through the real staging, the real writer threads and a local store.
+"""
+
+from __future__ import annotations
+
+import queue
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from capture.assembly import Assembly, RankReport, Tap
+from capture.rows import Span, UnitLayout, plan_step
+from capture.staging import Slab, Staging
+from store.attempt import AttemptWriter
+from store.codec import Codec
+from store.geometry import ArrayGeometry
+from store.objects.open import open_store
+from store.shard import decode_chunk
+
+HEADS, SIZE = 2, 4
+SITES = ("rot_q", "z")
+
+
+def geometry(num_tokens: int) -> ArrayGeometry:
+    """Shards of 256 tokens, so that a unit of more has several."""
+    return ArrayGeometry.plan(
+        num_layers=1,
+        num_tokens=num_tokens,
+        num_heads=HEADS,
+        shard_heads=HEADS,
+        head_size=SIZE,
+        item_bytes=4,
+        max_shard_bytes=256 * HEADS * SIZE * 4,
+    )
+
+
+class Rank:
+    """Staging and assembly of one rank with two taps, and units of known values."""
+
+    def __init__(self, folder: Path, codec: Codec = Codec.RAW) -> None:
+        self.objects = open_store(str(folder))
+        self.reports: queue.Queue[RankReport] = queue.Queue()
+        taps = [Tap(site, 0, 0, HEADS * SIZE * 4) for site in SITES]
+        self.assembly = Assembly(0, taps, codec, 2, self.reports.put)
+        self.staging = Staging(
+            slot_bytes=32 << 10,
+            num_slabs=6,
+            num_device_slots=2,
+            device=torch.device("cpu"),
+            on_slab=self.assembly.submit,
+        )
+        self.codec = codec
+
+    def open(self, key: int, lengths: list[int]) -> UnitLayout:
+        layout = UnitLayout.plan(key, key, f"a{key}", lengths)
+        cuts = {site: geometry(layout.total_rows) for site in SITES}
+        self.assembly.open_unit(layout, AttemptWriter(self.objects, key, f"a{key}"), cuts)
+        return layout
+
+    def step(self, *spans: Span, shift: float = 0.0, taps: tuple[int, ...] = (0, 1)) -> None:
+        """Compute rows: each holds 10^4 unit + 100 prompt + position, plus the site's number."""
+        plan = plan_step(spans, self.assembly.layouts())
+        rows = [(s.unit, s.prompt, s.position + i) for s in spans for i in range(s.num_rows)]
+        base = torch.tensor([10_000.0 * u + 1000 * p + at for u, p, at in rows])
+        index = None if plan.index is None else torch.from_numpy(plan.index)
+        for tap in taps:
+            self.staging.pool.wait_free(2, 5.0)
+            x_TF = base[:, None] + torch.arange(HEADS * SIZE) / 100 + tap / 4 + shift
+            self.staging.put(tap, x_TF, HEADS, SIZE, index, plan.num_rows, plan.runs)
+
+    def seal(self, key: int) -> RankReport:
+        self.staging.flush()
+        self.assembly.seal_unit(key)
+        return self.reports.get(timeout=10)
+
+    def rows(self, report: RankReport, site: str, num_tokens: int) -> np.ndarray:
+        """Return what was stored of a site, [H, T, D]."""
+        cut, pieces = geometry(num_tokens), []
+        for shard in range(cut.num_token_shards):
+            name = f"{site}/c/0/{shard}/0/0"
+            record = next(record for record in report.objects if record.name == name)
+            data = self.objects.get(
+                f"data/{report.key:08d}/a{report.key}/{name}", max_bytes=1 << 20
+            )
+            assert len(data) == record.bytes
+            stored = cut.chunk_bytes + 4
+            for chunk in range(-(-cut.tokens_in_shard(shard) // cut.chunk_tokens)):
+                part = memoryview(data)[chunk * stored : (chunk + 1) * stored]
+                pieces.append(decode_chunk(cut, part, self.codec, np.dtype("float32"), name))
+        return np.concatenate(pieces, axis=1)[:, :num_tokens]
+
+
+@pytest.fixture
+def rank(tmp_path: Path):
+    rank = Rank(tmp_path)
+    yield rank
+    rank.assembly.close()
+
+
+def expected(layout: UnitLayout, tap: int, shift: float = 0.0) -> np.ndarray:
+    rows = [
+        10_000.0 * layout.key + 1000 * prompt + position
+        for prompt, length in enumerate(layout.num_rows)
+        for position in range(length)
+    ]
+    values_TF = np.asarray(rows, np.float32)[:, None] + np.arange(HEADS * SIZE) / 100 + tap / 4
+    shape = (len(rows), HEADS, SIZE)
+    return (values_TF + shift).astype(np.float32).reshape(shape).transpose(1, 0, 2)
+
+
+def assert_whole(rank: Rank, layout: UnitLayout, report: RankReport) -> None:
+    assert report.error is None, report.error
+    assert report.rows == dict.fromkeys(SITES, layout.total_rows)
+    for tap, site in enumerate(SITES):
+        got = rank.rows(report, site, layout.total_rows)
+        np.testing.assert_allclose(got, expected(layout, tap), rtol=1e-6)
+
+
+def test_rows_in_any_order_make_up_the_unit(rank: Rank) -> None:
+    one, two = rank.open(1, [5, 300, 0, 7]), rank.open(2, [40])
+    rank.step(Span(1, 3, 0, 7), Span(2, 0, 0, 20), Span(1, 1, 0, 100))
+    rank.step(Span(1, 1, 100, 200), Span(2, 0, 20, 20))
+    rank.step(Span(1, 0, 0, 5))
+    assert_whole(rank, one, rank.seal(1))
+    assert_whole(rank, two, rank.seal(2))
+
+
+def test_a_shard_that_fills_in_one_step_goes_straight_out(rank: Rank) -> None:
+    layout = rank.open(1, [256, 256, 3])
+    rank.step(Span(1, 1, 0, 256))
+    rank.step(Span(1, 0, 0, 256), Span(1, 2, 0, 3))
+    assert_whole(rank, layout, rank.seal(1))
+
+
+def test_a_missing_row_is_named(rank: Rank) -> None:
+    rank.open(1, [5, 300])
+    rank.step(Span(1, 0, 0, 5), Span(1, 1, 0, 120))
+    rank.step(Span(1, 1, 121, 179))
+    error = rank.seal(1).error
+    assert "no row for position 120 of prompt 1" in error
+    assert "site rot_q" in error or "site z" in error
+
+
+def test_a_tensor_that_never_came_is_named(rank: Rank) -> None:
+    rank.open(1, [5])
+    rank.step(Span(1, 0, 0, 5), taps=(0,))
+    assert "site z, layer index 0, rank 0: no row for position 0" in rank.seal(1).error
+
+
+def test_a_row_computed_again_replaces_the_earlier_one(rank: Rank) -> None:
+    layout = rank.open(1, [20, 4])
+    rank.step(Span(1, 0, 0, 12), shift=500.0)
+    rank.step(Span(1, 0, 0, 20))
+    rank.step(Span(1, 1, 0, 4))
+    assert_whole(rank, layout, rank.seal(1))
+
+
+def test_rows_computed_again_never_count_twice(rank: Rank) -> None:
+    rank.open(1, [20])
+    rank.step(Span(1, 0, 0, 10))
+    rank.step(Span(1, 0, 0, 10))
+    assert "no row for position 10 of prompt 0" in rank.seal(1).error
+
+
+def test_a_failing_put_fails_its_unit_alone(rank: Rank, monkeypatch) -> None:
+    whole, broken = rank.open(1, [6]), rank.open(2, [6])
+    put = rank.objects.put
+
+    def fails(key: str, parts) -> None:
+        if "/a2/" in key:
+            raise OSError("no space left")
+        put(key, parts)
+
+    monkeypatch.setattr(rank.objects, "put", fails)
+    rank.step(Span(2, 0, 0, 6), Span(1, 0, 0, 6))
+    assert_whole(rank, whole, rank.seal(1))
+    report = rank.seal(2)
+    assert "no space left" in report.error
+    assert broken.total_rows == 6
+    assert report.objects == ()
+
+
+def test_rows_of_a_dropped_unit_go_nowhere(rank: Rank) -> None:
+    rank.open(1, [6])
+    kept = rank.open(2, [6])
+    rank.step(Span(1, 0, 0, 3), Span(2, 0, 0, 3))
+    rank.assembly.drop_unit(1)
+    rank.step(Span(1, 0, 3, 3), Span(2, 0, 3, 3))
+    assert_whole(rank, kept, rank.seal(2))
+    assert "not open" in rank.seal(1).error
+
+
+def test_an_error_of_no_unit_is_raised_at_the_next_check(rank: Rank) -> None:
+    class Unreadable:
+        tap, runs = 0, ()
+
+        def bits(self, slab: Slab) -> np.ndarray:
+            raise ValueError("a slab of another shape")
+
+    slab = rank.staging.pool.take()
+    slab.entries = [Unreadable()]
+    rank.assembly.submit(slab)
+    rank.open(1, [6])
+    assert "no row for position 0" in rank.seal(1).error
+    with pytest.raises(RuntimeError, match="a slab of another shape"):
+        rank.assembly.check()
+
+
+def test_slabs_all_come_back(rank: Rank) -> None:
+    rank.open(1, [2000])
+    for start in range(0, 2000, 100):
+        rank.step(Span(1, 0, start, 100))
+    assert rank.seal(1).error is None
+    assert rank.staging.pool.num_free == rank.staging.pool.num_slabs
