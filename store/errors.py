@@ -66,5 +66,9 @@ class ObjectExists(StoreError, FileExistsError):
     """A create-only put met an object that is already there."""
 
 
+class CannotList(StoreError):
+    """This back end serves objects by name only (a plain web server)."""
+
+
 class StoreNotAtomic(StoreError):
     """This back end lets two writers both win a create-only put."""

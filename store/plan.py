@@ -8,13 +8,13 @@ is extended gets another segment. It never knows a model or a tokenizer: token i
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import count, pairwise
 
 import pyarrow as pa
 
 from store import keys
-from store.errors import DamagedObject, FormatError
+from store.errors import CannotList, DamagedObject, FormatError, ObjectNotFound
 from store.objects.protocol import ObjectStore
 from store.parquet_file import read_parquet
 from store.run_format import PlanFile, PlanManifest
@@ -57,12 +57,15 @@ def read_manifest(objects: ObjectStore, segment: int) -> PlanManifest:
 
 def read_segments(objects: ObjectStore) -> list[PlanManifest]:
     """Return the manifests of all complete segments in order; one listing and one read each."""
-    numbers = sorted(
-        int(match[1])
-        for info in objects.list(keys.PLAN)
-        if (match := _SEGMENT_MANIFEST.fullmatch(info.name))
-    )
-    manifests = [read_manifest(objects, number) for number in numbers]
+    try:
+        numbers = sorted(
+            int(match[1])
+            for info in objects.list(keys.PLAN)
+            if (match := _SEGMENT_MANIFEST.fullmatch(info.name))
+        )
+        manifests = [read_manifest(objects, number) for number in numbers]
+    except CannotList:
+        manifests = list(_leading_segments(objects))
     for before, after in pairwise(manifests):
         if (after.first_unit, after.first_prompt) != (
             before.first_unit + before.num_units,
@@ -72,6 +75,14 @@ def read_segments(objects: ObjectStore) -> list[PlanManifest]:
                 f"plan segment {after.segment} does not continue segment {before.segment}"
             )
     return manifests
+
+
+def _leading_segments(objects: ObjectStore) -> Iterator[PlanManifest]:
+    for number in count():
+        try:
+            yield read_manifest(objects, number)
+        except ObjectNotFound:
+            return
 
 
 def read_prompts(

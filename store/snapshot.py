@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from store import keys
 from store.commit import read_commit
-from store.errors import FormatError, ObjectNotFound, RunError
+from store.errors import CannotList, FormatError, ObjectNotFound, RunError
 from store.objects.protocol import ObjectStore
 from store.parquet_file import read_parquet, write_parquet
 from store.run_format import Commit, Outcome, SnapshotManifest
@@ -176,9 +176,13 @@ class CommittedUnits:
 def find_committed(objects: ObjectStore) -> CommittedUnits:
     """Return which units are committed, from the newest sound snapshot and one listing after it.
 
-    Costs the snapshot plus the commits in folders that it does not call complete.
+    Costs the snapshot plus the commits in folders that it does not call complete. Where nothing can
+    be listed, only what the latest snapshot names is found. Raises `CannotList` if there is none.
     """
-    found = _newest(objects)
+    try:
+        found = _newest(objects)
+    except CannotList:
+        return _latest(objects)
     floor = found.complete_folders
     # The digit after a folder's name sorts behind everything inside the folder.
     after = f"{keys.COMMITS}{floor - 1:06d}0" if floor else ""
@@ -296,6 +300,17 @@ def _newest(objects: ObjectStore) -> CommittedUnits:
         return found
     none = {name: np.zeros(0, np.int64) for name in COLUMNS}
     return CommittedUnits(columns=none, exceptions={}, newer={}, damage=damage)
+
+
+def _latest(objects: ObjectStore) -> CommittedUnits:
+    try:
+        data = objects.get(LATEST, max_bytes=MAX_JSON_BYTES)
+    except ObjectNotFound:
+        raise CannotList(
+            f"{objects.url} cannot list commits and has no snapshot; open the run where it is "
+            "stored"
+        ) from None
+    return read_snapshot(objects, SnapshotManifest.from_bytes(data, LATEST).name)
 
 
 def _repair_exists(objects: ObjectStore, found: CommittedUnits, unit: int, repair: int) -> bool:

@@ -25,7 +25,7 @@ from obstore import exceptions
 from obstore import store as obstores
 from typing_extensions import Buffer
 
-from store.errors import DamagedObject, ObjectExists, ObjectNotFound, StoreError
+from store.errors import CannotList, DamagedObject, ObjectExists, ObjectNotFound, StoreError
 from store.keys import checked_name
 from store.objects.protocol import ByteRange, ObjectInfo
 from store.objects.retry import DEFAULT_ATTEMPTS, DEFAULT_SECONDS, RetryPolicy, Transient
@@ -174,6 +174,8 @@ class ObstoreStore:
         """Yield the objects under a folder; goes on after the last one if it breaks off."""
         if prefix and not prefix.endswith("/"):
             raise ValueError(f"a prefix is a folder ending in a slash, got {prefix!r}")
+        if self._scheme in ("http", "https"):
+            raise CannotList(f"{self.url} is a web server, which cannot list what it serves")
         folder = checked_name(prefix[:-1]) if prefix else None
         page = self._page(folder, after or None)
         while page:

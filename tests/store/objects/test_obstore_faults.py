@@ -1,0 +1,141 @@
+"""What a network and a service can do to a request, and what the caller sees of it."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from store import keys
+from store.commit import commit_unit, read_commit
+from store.errors import DamagedObject, ObjectExists, StoreError
+from store.objects.obstore_store import ObstoreStore
+from store.objects.protocol import ByteRange
+from tests.store.fault_server import Fault, fault_server
+from tests.store.test_snapshot import small_commit
+
+EFFECTLESS = [Fault.UNAVAILABLE, Fault.DROPPED, Fault.STALLED]
+EFFECTIVE = [Fault.UNAVAILABLE_AFTER, Fault.DROPPED_AFTER]
+
+
+@pytest.fixture
+def server():
+    with fault_server() as running:
+        yield running
+
+
+@pytest.fixture
+def objects(server):
+    return ObstoreStore(server.url, server.options())
+
+
+@pytest.mark.parametrize("fault", EFFECTLESS + EFFECTIVE)
+def test_a_put_is_repeated(server, objects, fault):
+    server.plan("PUT", fault)
+    objects.put("a", [b"one", b"two"])
+    assert server.objects == {"a": b"onetwo"}
+
+
+@pytest.mark.parametrize("fault", [*EFFECTLESS, Fault.TRUNCATED])
+def test_reads_are_repeated_and_never_short(server, objects, fault):
+    server.objects["a"] = b"0123456789" * 1000
+    server.plan("GET", fault)
+    assert objects.get("a", max_bytes=10_000) == server.objects["a"]
+    server.plan("GET", fault)
+    wanted = [ByteRange(0, 5000), ByteRange(9000, 1000)]
+    assert [len(piece) for piece in objects.get_ranges("a", wanted)] == [5000, 1000]
+
+
+def test_a_short_object_is_damage_and_not_tried_again(server, objects):
+    server.objects["a"] = b"0123456789"
+    begun = time.monotonic()
+    with pytest.raises(DamagedObject, match="10 bytes"):
+        objects.get_ranges("a", [ByteRange(5, 10)])
+    assert time.monotonic() - begun < 2
+
+
+@pytest.mark.parametrize("fault", EFFECTLESS)
+def test_a_create_is_repeated_while_it_had_no_effect(server, objects, fault):
+    server.plan("PUT", fault)
+    objects.create("a", b"one")
+    assert server.objects == {"a": b"one"}
+
+
+def test_a_conflict_nobody_won_is_tried_again(server, objects):
+    server.plan("PUT", Fault.CONFLICT)
+    objects.create("a", b"one")
+    assert server.objects == {"a": b"one"}
+
+
+def test_a_conflict_somebody_won_is_object_exists(server, objects):
+    server.objects["a"] = b"theirs"
+    server.plan("PUT", Fault.CONFLICT)
+    with pytest.raises(ObjectExists):
+        objects.create("a", b"ours")
+    assert server.objects == {"a": b"theirs"}
+
+
+@pytest.mark.parametrize("fault", [*EFFECTLESS, *EFFECTIVE, Fault.CONFLICT])
+def test_a_commit_wins_against_its_own_lost_answer(server, objects, fault, monkeypatch):
+    monkeypatch.setattr(objects, "list", lambda prefix, after="": iter(()))
+    server.plan("PUT", fault)
+    commit = small_commit(3)
+    assert commit_unit(objects, commit).won
+    assert read_commit(objects, keys.commit_key(3)) == commit
+    other = commit.model_copy(update={"attempt": "other"})
+    server.plan("PUT", fault)
+    result = commit_unit(objects, other)
+    assert (result.won, result.attempt) == (False, "a0")
+
+
+def test_trouble_that_lasts_is_reported_within_bounds(server, objects):
+    server.plan("PUT", *[Fault.UNAVAILABLE] * 50)
+    begun = time.monotonic()
+    with pytest.raises(StoreError, match="503"):
+        objects.put("a", [b"x"])
+    assert time.monotonic() - begun < 20
+    assert server.objects == {}
+
+
+def test_no_permission_is_said_at_once_and_without_secrets(server, objects):
+    server.plan("GET", Fault.DENIED)
+    with pytest.raises(StoreError, match="not allowed") as caught:
+        objects.get("a", max_bytes=1)
+    assert len(server.requests) == 1
+    assert "secret" not in str(caught.value)
+
+
+def test_credentials_that_expire_in_mid_run_are_renewed(server):
+    handed_out = []
+
+    def provider():
+        handed_out.append(f"key-{len(handed_out)}")
+        return {
+            "access_key_id": handed_out[-1],
+            "secret_access_key": "secret",
+            "token": None,
+            "expires_at": datetime.now(UTC) + timedelta(seconds=1),
+        }
+
+    options = server.options(credential_provider=provider)
+    del options["access_key_id"], options["secret_access_key"]
+    objects = ObstoreStore(server.url, options)
+    for number in range(3):
+        server.accepted_keys = {f"key-{i}" for i in range(number, 20)}
+        objects.put(f"o{number}", [b"x"])
+        time.sleep(1.1)
+    assert len(server.objects) == 3
+    assert len(set(handed_out)) >= 3
+
+
+def test_a_store_travels_to_another_process_by_pickle(server, objects):
+    import pickle
+
+    objects.put("a", [b"x"])
+    assert pickle.loads(pickle.dumps(objects)).get("a", max_bytes=1) == b"x"
+
+
+def test_the_url_never_shows_credentials():
+    store = ObstoreStore("s3://user:password@bucket/run?token=abc", {"secret_access_key": "s"})
+    assert store.url == "s3://bucket/run"
