@@ -83,14 +83,14 @@ def encode_chunks(
         if not group_CgtD.flags.c_contiguous:
             raise ValueError(f"a group's chunks must be contiguous, strides {chunks_GCgtD.strides}")
         for chunk_gtD in _whole_chunks(group_CgtD, rest):
-            stored: Buffer = chunk_gtD
             if codec is Codec.RAW:
-                stored = memoryview(chunk_gtD.reshape(-1).view(np.uint8))
+                values_B: Any = chunk_gtD.reshape(-1).view(np.uint8)
+                stored = memoryview(values_B)
             else:
-                stored = compress(codec, chunk_gtD)
+                stored = memoryview(compress(codec, chunk_gtD))
             checksum = crc32c(stored)
             parts += (stored, _CRC.pack(checksum))
-            sizes.append(memoryview(stored).nbytes + CHECKSUM_BYTES)
+            sizes.append(stored.nbytes + CHECKSUM_BYTES)
             checksums.append(checksum)
     return _finished(geometry, token_shard, parts, sizes, checksums)
 
@@ -239,24 +239,21 @@ def _raw_chunks(
 ) -> tuple[list[Buffer], list[int], list[int]]:
     span = geometry.chunk_tokens * geometry.head_size * geometry.item_bytes
     total = rows_HB.shape[1]
-    chunks = geometry.token_chunks_in_shard(token_shard)
-    missing = chunks * span - total
-    filling = bytes(missing)
+    filling = bytes(geometry.token_chunks_in_shard(token_shard) * span - total)
     heads = [memoryview(rows_HB[head]) for head in range(geometry.shard_heads)]
     parts: list[Buffer] = []
     checksums: list[int] = []
     for first_head in range(0, geometry.shard_heads, geometry.group_heads):
         group = heads[first_head : first_head + geometry.group_heads]
         for start in range(0, total, span):
-            last = missing and start + span > total
+            end = start + span
+            pieces: list[Buffer] = [head[start:end] for head in group]
+            if end > total:
+                pieces = [piece for head in pieces for piece in (head, filling)]
             checksum = 0
-            for head in group:
-                part = head[start : start + span]
-                checksum = crc32c(part, checksum)
-                parts.append(part)
-                if last:
-                    checksum = crc32c(filling, checksum)
-                    parts.append(filling)
+            for piece in pieces:
+                checksum = crc32c(piece, checksum)
+            parts += pieces
             parts.append(_CRC.pack(checksum))
             checksums.append(checksum)
     return parts, [geometry.chunk_bytes + CHECKSUM_BYTES] * len(checksums), checksums

@@ -36,6 +36,7 @@ SCHEMES = frozenset(
 MULTIPART_BYTES = 32 << 20
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 4
+MAX_WHOLE_BYTES = 256 << 20
 REQUEST_SECONDS = 120.0
 CONNECT_SECONDS = 10.0
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
@@ -156,6 +157,11 @@ class ObstoreStore:
             except exceptions.GenericError:
                 self._raise_if_too_short(client, name, ranges)
                 raise
+            except exceptions.NotSupportedError:
+                # Some web servers know no ranges.
+                self._raise_if_too_short(client, name, ranges)
+                whole = self.get(name, max_bytes=MAX_WHOLE_BYTES)
+                return [whole[wanted.start : wanted.start + wanted.length] for wanted in ranges]
             found = [answer.to_bytes() for answer in answers]
             if any(len(data) != wanted.length for data, wanted in zip(found, ranges, strict=True)):
                 self._raise_if_too_short(client, name, ranges)

@@ -11,6 +11,7 @@ from store.errors import DamagedObject, FormatError
 from store.geometry import ArrayGeometry
 from store.shard import (
     decode_chunk,
+    encode_chunks,
     encode_shard,
     pack_chunk_sizes,
     raw_chunk_sizes,
@@ -118,6 +119,25 @@ def test_shards_of_one_shape_have_different_checksums():
     _, other = _case(2, 300, 8, "float32", seed=2)
     first, second = (encode_shard(geometry, 0, data, Codec.RAW) for data in (one, other))
     assert first.crc32c != second.crc32c
+
+
+@pytest.mark.parametrize("codec", list(Codec))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks_in_order_give_the_same_shard(shape, codec):
+    geometry, data_HTD = _case(*shape, "bfloat16")
+    chunks = geometry.token_chunks_in_shard(0)
+    tokens, size = data_HTD.shape[1:]
+    padded_HTD = np.full((len(data_HTD), chunks * geometry.chunk_tokens, size), 7, data_HTD.dtype)
+    padded_HTD[:, :tokens] = data_HTD
+    cut = (geometry.groups_per_shard, geometry.group_heads, chunks, geometry.chunk_tokens, size)
+    chunks_GCgtD = np.ascontiguousarray(padded_HTD.reshape(cut).swapaxes(1, 2))
+    one = encode_shard(geometry, 0, data_HTD, codec)
+    other = encode_chunks(geometry, 0, chunks_GCgtD, codec)
+    assert b"".join(map(bytes, other.parts)) == b"".join(map(bytes, one.parts))
+    assert (other.num_bytes, other.crc32c) == (one.num_bytes, one.crc32c)
+    assert np.array_equal(other.chunk_sizes, one.chunk_sizes)
+    with pytest.raises(ValueError, match="holds"):
+        encode_chunks(geometry, 0, chunks_GCgtD[..., :-1], codec)
 
 
 def test_the_wrong_array_is_refused():

@@ -1,0 +1,1 @@
+"""What the project measures about itself; each file is a command with --json."""
