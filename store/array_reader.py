@@ -75,6 +75,28 @@ class ByteBudget:
             self._freed.notify_all()
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One read's array and where its values go."""
+
+    prefix: str
+    layout: ChunkLayout
+    out_LHTD: NDArray[Any]  # noqa: N815
+    places: Indices | None = None
+
+    def decode(self, stored: memoryview, name: str) -> NDArray[Any]:
+        record = self.layout.record
+        return decode_chunk(self.layout.geometry, stored, record.codec, DTYPES[record.dtype], name)
+
+    def place(self, values_gTD: NDArray[Any], chunk: ChunkRead) -> None:
+        """Copy the wanted part of a chunk to its places in the answer."""
+        rows = chunk.out_rows if self.places is None else self.places[chunk.out_rows]
+        in_rows, out_rows = _as_slice(chunk.in_rows), _as_slice(rows)
+        for layer in chunk.out_layers:
+            for out_head, in_head in zip(chunk.out_heads, chunk.in_heads, strict=True):
+                self.out_LHTD[layer, out_head, out_rows] = values_gTD[in_head, in_rows]
+
+
 class ArrayReader:
     """Reads arrays of any unit of one run through shared threads, cache and byte bound."""
 
@@ -97,8 +119,6 @@ class ArrayReader:
         layers: Indices,
         heads: Indices,
         rows: Indices,
-        *,
-        use_cache: bool = True,
     ) -> NDArray[Any]:
         """Return the values [L, H, T, D] of the selection, in its order and the stored dtype.
 
@@ -107,15 +127,39 @@ class ArrayReader:
         """
         shape = (len(layers), len(heads), len(rows), layout.geometry.head_size)
         out_LHTD = np.empty(shape, DTYPES[layout.record.dtype])
+        self._read(_Part(prefix, layout, out_LHTD), layers, heads, rows, use_cache=True)
+        return out_LHTD
+
+    def read_into(
+        self,
+        prefix: str,
+        layout: ChunkLayout,
+        layers: Indices,
+        heads: Indices,
+        rows: Indices,
+        out_LHTD: NDArray[Any],
+        places: Indices | None = None,
+    ) -> None:
+        """Read as `read` does into `out_LHTD`, row i of the selection at row `places[i]`.
+
+        For streams: values go from their chunk to where they are wanted in one copy, and the cache
+        is left alone. Values are converted to the dtype of `out_LHTD`.
+        """
+        part = _Part(prefix, layout, out_LHTD, places)
+        self._read(part, layers, heads, rows, use_cache=False)
+
+    def _read(
+        self, part: _Part, layers: Indices, heads: Indices, rows: Indices, *, use_cache: bool
+    ) -> None:
         wanted: list[ChunkRead] = []
-        for chunk in plan_chunks(layout, layers, heads, rows):
-            cached = self._cache.get((prefix + chunk.shard, chunk.start)) if use_cache else None
+        for chunk in plan_chunks(part.layout, layers, heads, rows):
+            key = (part.prefix + chunk.shard, chunk.start)
+            cached = self._cache.get(key) if use_cache else None
             if cached is None:
                 wanted.append(chunk)
             else:
-                _place(cached, chunk, out_LHTD)
-        self._fetch(prefix, layout, coalesce(wanted, self._options.cost), out_LHTD, use_cache)
-        return out_LHTD
+                part.place(cached, chunk)
+        self._fetch(part, coalesce(wanted, self._options.cost), use_cache)
 
     def cost_of(
         self, layout: ChunkLayout, layers: Indices, heads: Indices, rows: Indices
@@ -132,52 +176,35 @@ class ArrayReader:
             return [function(item) for item in items]
         return list(self._threads().map(function, items))
 
-    def _fetch(
-        self,
-        prefix: str,
-        layout: ChunkLayout,
-        reads: Sequence[ObjectRead],
-        out_LHTD: NDArray[Any],
-        use_cache: bool,
-    ) -> None:
+    def _fetch(self, part: _Part, reads: Sequence[ObjectRead], use_cache: bool) -> None:
         def fetch_one(read: ObjectRead) -> None:
             self._budget.acquire(read.bytes)
             try:
-                self._fetch_object(prefix, layout, read, out_LHTD, use_cache)
+                self._fetch_object(part, read, use_cache)
             finally:
                 self._budget.release(read.bytes)
 
         self.map(fetch_one, reads)
 
-    def _fetch_object(
-        self,
-        prefix: str,
-        layout: ChunkLayout,
-        read: ObjectRead,
-        out_LHTD: NDArray[Any],
-        use_cache: bool,
-    ) -> None:
-        name = prefix + read.shard
+    def _fetch_object(self, part: _Part, read: ObjectRead, use_cache: bool) -> None:
+        name = part.prefix + read.shard
         try:
-            answers = self._objects.get_ranges(name, [part.range for part in read.ranges])
+            answers = self._objects.get_ranges(name, [one.range for one in read.ranges])
         except ObjectNotFound as error:
             raise DamagedObject(
                 f"{name}: a commit lists it, but it is not there; run `attnstore verify`"
             ) from error
-        for part, data in zip(read.ranges, answers, strict=True):
-            if len(data) != part.range.length:
+        for one, data in zip(read.ranges, answers, strict=True):
+            if len(data) != one.range.length:
                 raise DamagedObject(
-                    f"{name}: {len(data)} bytes where {part.range.length} were asked for; "
+                    f"{name}: {len(data)} bytes where {one.range.length} were asked for; "
                     "run `attnstore verify`"
                 )
             view = memoryview(data)
-            for chunk in part.chunks:
-                start = chunk.start - part.range.start
-                stored = view[start : start + chunk.length]
-                values = decode_chunk(
-                    layout.geometry, stored, layout.record.codec, out_LHTD.dtype, name
-                )
-                _place(values, chunk, out_LHTD)
+            for chunk in one.chunks:
+                start = chunk.start - one.range.start
+                values = part.decode(view[start : start + chunk.length], name)
+                part.place(values, chunk)
                 if use_cache:
                     self._cache.put((name, chunk.start), values)
 
@@ -188,14 +215,6 @@ class ArrayReader:
                     self._options.threads, thread_name_prefix="attnstore-read"
                 )
             return self._pool
-
-
-def _place(values_gTD: NDArray[Any], chunk: ChunkRead, out_LHTD: NDArray[Any]) -> None:
-    """Copy the wanted part of a chunk to its places in the answer."""
-    in_rows, out_rows = _as_slice(chunk.in_rows), _as_slice(chunk.out_rows)
-    for layer in chunk.out_layers:
-        for out_head, in_head in zip(chunk.out_heads, chunk.in_heads, strict=True):
-            out_LHTD[layer, out_head, out_rows] = values_gTD[in_head, in_rows]
 
 
 def _as_slice(indices: Indices) -> slice | Indices:

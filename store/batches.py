@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 import numpy as np
@@ -197,13 +198,15 @@ class Batches:
         target[order] = np.arange(len(order))
         arrays: dict[str, NDArray[Any]] = {}
         for reader in self._readers:
+            first = group.blocks[0]
+            rows_RLHD = np.empty(
+                (len(order), *reader.shape(first)), self._dtype or reader.dtype(first)
+            )
+            arrays[reader.site] = rows_RLHD
             start = 0
             for block in group.blocks:
-                values_RLHD = reader.read(block).transpose(2, 0, 1, 3)
-                if reader.site not in arrays:
-                    dtype = self._dtype or values_RLHD.dtype
-                    arrays[reader.site] = np.empty((len(order), *values_RLHD.shape[1:]), dtype)
-                arrays[reader.site][target[start : start + block.num_rows]] = values_RLHD
+                places = target[start : start + block.num_rows]
+                reader.read_into(block, rows_RLHD.transpose(1, 2, 0, 3), places)
                 start += block.num_rows
         return _Loaded(arrays, prompt[order], pos[order], bounds)
 
@@ -243,8 +246,12 @@ def _groups(
 
     def close() -> None:
         nonlocal held, rows, first
-        # Neighbours read in storage order; the shuffle inside the group makes their order moot.
+        # A unit's blocks are read at once; the shuffle inside the group makes their order moot.
         held.sort(key=lambda block: block.prompts[0].row)
+        held = [
+            Block(unit, tuple(prompt for block in same for prompt in block.prompts))
+            for unit, same in groupby(held, key=lambda block: block.unit)
+        ]
         items = rows if order.by == "token" else sum(len(block.prompts) for block in held)
         groups.append(_Group(len(groups), tuple(held), first, items))
         first += items

@@ -31,20 +31,26 @@ def label(
     name: str, values: NDArray[Any], axes: Sequence[AxisSelection | str], tokens: TokenAxis
 ) -> xr.DataArray:
     """Return `values` with a dimension per axis; a plain string names an axis without labels."""
-    dims = [axis if isinstance(axis, str) else axis.name for axis in axes]
+    dims: list[str] = []
+    shape: list[int] = []
     coords: dict[str, Any] = {"prompt": tokens.prompt_id}
-    dropped: dict[str, int] = {}
-    for axis in axes:
+    for axis, size in zip(axes, values.shape, strict=True):
         if isinstance(axis, str):
+            dims.append(axis)
+            shape.append(size)
             continue
-        coords[axis.name] = (axis.name, axis.labels)
         token_name = _TOKEN_COORDINATE.get(axis.name)
+        if axis.scalar:
+            coords[axis.name] = int(axis.labels[0])
+            if token_name is not None:
+                coords[token_name] = _strings(axis, tokens.strings)[0]
+            continue
+        dims.append(axis.name)
+        shape.append(size)
+        coords[axis.name] = (axis.name, axis.labels)
         if token_name is not None:
             coords[token_name] = (axis.name, _strings(axis, tokens.strings))
-        if axis.scalar:
-            dropped[axis.name] = 0
-    array = xr.DataArray(values, dims=dims, coords=coords, name=name)
-    return array.isel(dropped) if dropped else array
+    return xr.DataArray(values.reshape(shape), dims=dims, coords=coords, name=name)
 
 
 def _strings(axis: AxisSelection, strings: Sequence[str]) -> NDArray[Any]:

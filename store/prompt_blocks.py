@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from store.codec import DTYPES
 from store.errors import DamagedObject
 from store.explain import ReadCost
 from store.run_format import Outcome
@@ -119,9 +120,28 @@ class BlockReader:
         array = self._array(block)
         picked, heads = self._axes(array)
         wanted = picked.indices if layers is None else picked.indices[layers]
-        return array.reader.read(
-            array.prefix, array.layout, wanted, heads.indices, self.rows(block), use_cache=False
-        )
+        shape = (len(wanted), len(heads), block.num_rows, array.layout.record.head_size)
+        out_LHRD = np.empty(shape, DTYPES[array.layout.record.dtype])
+        rows = self.rows(block)
+        array.reader.read_into(array.prefix, array.layout, wanted, heads.indices, rows, out_LHRD)
+        return out_LHRD
+
+    def read_into(self, block: Block, out_LHRD: NDArray[Any], places: Indices) -> None:
+        """Read the block into `out_LHRD`, its row i at row `places[i]`."""
+        array = self._array(block)
+        layers, heads = (axis.indices for axis in self._axes(array))
+        rows = self.rows(block)
+        array.reader.read_into(array.prefix, array.layout, layers, heads, rows, out_LHRD, places)
+
+    def shape(self, block: Block) -> tuple[int, int, int]:
+        """Return (layers, heads, head size) of the pick."""
+        array = self._array(block)
+        layers, heads = self._axes(array)
+        return len(layers), len(heads), array.layout.record.head_size
+
+    def dtype(self, block: Block) -> np.dtype[Any]:
+        """Return the stored dtype."""
+        return DTYPES[self._array(block).layout.record.dtype]
 
     def cost(self, block: Block) -> ReadCost:
         """Return what `read` of the block would cost; reads nothing."""

@@ -40,6 +40,7 @@ Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 KEPT_COMMITS = 64
 KEPT_TOKEN_TABLES = 4
+KEPT_TOKENS = 256
 SEARCHED_IDS = 20_000
 TOKEN_COLUMNS = ("token_ids", "token_strings")
 PENDING = "pending"
@@ -86,6 +87,7 @@ class RunIndex:
         self._segments = read_segments(objects)
         self._table: pa.Table | None = None
         self._token_tables: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
+        self._tokens: OrderedDict[int, tuple[NDArray[np.int32], list[str]]] = OrderedDict()
         self._units: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._commits: OrderedDict[str, Commit] = OrderedDict()
         self._summaries: dict[str, UnitSummary] = {}
@@ -100,6 +102,7 @@ class RunIndex:
                 self._segments, self._units = segments, None
                 self._table = None
                 self._token_tables.clear()
+                self._tokens.clear()
             committed.read = self._committed.read
             self._committed = committed
 
@@ -137,6 +140,15 @@ class RunIndex:
 
     def tokens(self, row: int) -> tuple[NDArray[np.int32], list[str]]:
         """Return a prompt's token ids and strings; loads the plan file that holds them."""
+        with self._lock:
+            kept = self._tokens.get(row)
+            if kept is None:
+                kept = self._tokens[row] = self._load_tokens(row)
+                while len(self._tokens) > KEPT_TOKENS:
+                    self._tokens.popitem(last=False)
+            return kept
+
+    def _load_tokens(self, row: int) -> tuple[NDArray[np.int32], list[str]]:
         segment, file, within = self._file_of(row)
         key = (segment.segment, file)
         with self._lock:

@@ -1,0 +1,329 @@
+"""The reader beside zarr-python, xarray and tensorstore, on the same unit, from disk and from S3.
+
+    python benchmarks/reader.py [--json] [--tokens 8192] [--repeats 40] [--skip-s3]
+
+Writes one unit of random bfloat16 (a model of 32 heads over 8 kv heads of size 128) to a temporary
+folder and to a real S3 server on loopback, and reads the same parts of it with each library, opened
+beforehand and with no cache. A request is one GET or one file read; `bytes` is what came back.
+`stream` is `run.batches` over everything; `open_100k_prompts` a run of 10^5 prompts in a process of
+its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from store import keys  # noqa: E402
+from store.array_reader import ReadOptions  # noqa: E402
+from store.codec import Codec  # noqa: E402
+from store.objects.open import open_store  # noqa: E402
+from store.prompt_blocks import BlockReader, choose  # noqa: E402
+from store.run import Run, open_run  # noqa: E402
+from store.run_format import Commit, Outcome, PromptOutcomes  # noqa: E402
+from tests.store.s3_servers import S3Server, seaweedfs  # noqa: E402
+from tests.store.sample_run import RUN_ID, SampleShape, write_run  # noqa: E402
+
+SITE, LAYER, HEAD = "z", 1, 13
+PROMPT_TOKENS = 512
+
+
+def shape(codec: Codec) -> SampleShape:
+    return SampleShape(
+        num_layers=2, num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", codec=codec,
+        max_shard_bytes=64 << 20, sites=("rot_k", "z"),
+    )  # fmt: skip
+
+
+class Counted:
+    """An `ObjectStore` that counts what is read of arrays."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.requests = self.bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def get_ranges(self, name: str, ranges: Any) -> list[bytes]:
+        self.requests += len(ranges)
+        self.bytes += sum(wanted.length for wanted in ranges)
+        return self._inner.get_ranges(name, ranges)
+
+
+def ours(url: str, options: dict[str, Any]) -> tuple[dict[str, Callable[[int], Any]], Counted]:
+    counted = Counted(open_store(url, options))
+    run = Run(counted, ReadOptions(cache_bytes=0))  # type: ignore[arg-type]
+    everything = list(range(run.prompts.num_rows))
+    one_head = BlockReader(run._index, run._arrays, SITE, [LAYER], [HEAD])
+    (unit,) = choose(run._index, everything, block_rows=1 << 40).blocks
+
+    def prompt(i: int) -> int:
+        return i % len(everything)
+
+    return {
+        "one_head_64_positions": lambda i: run.read(
+            SITE, prompt=prompt(i), layer=LAYER, head=HEAD, pos=slice(100, 164)
+        ),
+        "one_head_64_positions_over_an_edge": lambda i: run.read(
+            SITE, prompt=prompt(i), layer=LAYER, head=HEAD, pos=slice(224, 288)
+        ),
+        "one_layer_of_a_prompt": lambda i: run.read(SITE, prompt=prompt(i), layer=LAYER),
+        "one_head_of_a_unit": lambda _: one_head.read(unit),
+    }, counted
+
+
+def array_parts(num_prompts: int) -> dict[str, Callable[[int], tuple[Any, ...]]]:
+    """The same parts as indices into the unit's array [layer, token, head, d_head]."""
+
+    def rows(i: int, start: int, stop: int) -> slice:
+        first = i % num_prompts * PROMPT_TOKENS
+        return slice(first + start, first + stop)
+
+    return {
+        "one_head_64_positions": lambda i: (LAYER, rows(i, 100, 164), HEAD),
+        "one_head_64_positions_over_an_edge": lambda i: (LAYER, rows(i, 224, 288), HEAD),
+        "one_layer_of_a_prompt": lambda i: (LAYER, rows(i, 0, PROMPT_TOKENS)),
+        "one_head_of_a_unit": lambda _: (LAYER, slice(None), HEAD),
+    }
+
+
+def zarr_store(url: str, server: S3Server | None, prefix: str) -> Any:
+    """A zarr store that counts: files on disk, obstore on S3, which zarr-python offers itself."""
+    import zarr
+    from zarr.storage import LocalStore, ObjectStore, WrapperStore
+
+    class CountedStore(WrapperStore):  # type: ignore[type-arg]
+        requests = 0
+        bytes = 0
+
+        async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+            answer = await self._store.get(key, prototype, byte_range)
+            CountedStore.requests += 1
+            CountedStore.bytes += 0 if answer is None else len(answer)
+            return answer
+
+        async def get_partial_values(self, prototype: Any, key_ranges: Any) -> Any:
+            wanted = list(key_ranges)
+            answers = await self._store.get_partial_values(prototype, wanted)
+            CountedStore.requests += len(wanted)
+            CountedStore.bytes += sum(0 if a is None else len(a) for a in answers)
+            return answers
+
+    if server is None:
+        return CountedStore(LocalStore(Path(url) / prefix, read_only=True))
+    from obstore.store import S3Store
+
+    options = server.options
+    inner = S3Store(
+        server.bucket,
+        prefix=f"{url.split('/', 3)[3]}/{prefix}",
+        endpoint=server.endpoint,
+        access_key_id=options.get("access_key_id", "testkey"),
+        secret_access_key=options.get("secret_access_key", "testsecret"),
+        region="us-east-1",
+        client_options={"allow_http": True},
+    )
+    assert zarr.__version__
+    return CountedStore(ObjectStore(inner, read_only=True))
+
+
+def tensorstore_array(url: str, server: S3Server | None, prefix: str) -> Any:
+    import tensorstore
+
+    where: dict[str, Any] = {"driver": "file", "path": f"{url}/{prefix}{SITE}/"}
+    if server is not None:
+        os.environ.setdefault("AWS_ACCESS_KEY_ID", "testkey")
+        os.environ.setdefault("AWS_SECRET_ACCESS_KEY", "testsecret")
+        where = {
+            "driver": "s3", "bucket": server.bucket, "endpoint": server.endpoint,
+            "aws_region": "us-east-1", "path": f"{url.split('/', 3)[3]}/{prefix}{SITE}/",
+        }  # fmt: skip
+    return tensorstore.open({"driver": "zarr3", "kvstore": where}, read=True).result()
+
+
+def timed(read: Callable[[int], Any], repeats: int) -> tuple[float, float]:
+    """Return p50 and p95 in ms."""
+    read(0)
+    taken = []
+    for i in range(repeats):
+        start = time.perf_counter()
+        read(i)
+        taken.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(taken), statistics.quantiles(taken, n=20)[-1]
+
+
+def measure(url: str, server: S3Server | None, repeats: int) -> dict[str, Any]:
+    import xarray as xr
+    import zarr
+
+    import store.zarr_bfloat16  # noqa: F401
+
+    options = {} if server is None else server.options
+    reads, counted = ours(url, options)
+    run = open_run(url, options)
+    commit = run._index.commit(0)
+    assert commit is not None
+    prefix = keys.attempt_prefix(0, commit.attempt)
+    parts = array_parts(run.prompts.num_rows)
+    store_of_zarr = zarr_store(url, server, prefix)
+    array: Any = zarr.open_group(store_of_zarr, mode="r")[SITE]
+    data = xr.open_zarr(store_of_zarr, consolidated=False, chunks=None)[SITE]
+    of_tensorstore = tensorstore_array(url, server, prefix)
+    asyncio.set_event_loop(None)
+    results: dict[str, Any] = {}
+    for name, read in reads.items():
+        part = parts[name]
+        counted.requests = counted.bytes = 0
+        mine = np.asarray(read(3)).astype(np.float32).squeeze()
+        entry: dict[str, Any] = {"requests": counted.requests, "bytes": counted.bytes}
+        kind = type(store_of_zarr)
+        kind.requests = kind.bytes = 0
+        theirs = np.asarray(array[part(3)]).astype(np.float32)
+        entry |= {"requests_zarr": kind.requests, "bytes_zarr": kind.bytes}
+        if theirs.ndim == 3:
+            theirs = theirs.swapaxes(0, 1)
+        assert np.array_equal(mine, theirs), name
+        readers: dict[str, Callable[[int], Any]] = {
+            "": read,
+            "_zarr": lambda i, part=part: array[part(i)],
+            "_xarray": lambda i, part=part: data[part(i)].values,
+            "_tensorstore": lambda i, part=part: of_tensorstore[part(i)].read().result(),
+        }
+        for suffix, one in readers.items():
+            entry[f"p50_ms{suffix}"], entry[f"p95_ms{suffix}"] = (
+                round(value, 3) for value in timed(one, repeats)
+            )
+        results[name] = entry
+    results["open"] = {
+        "p50_ms": round(timed(lambda _: open_run(url, options).read(
+            SITE, prompt=0, layer=0, head=0, pos=0), max(3, repeats // 4))[0], 3),
+        "p50_ms_zarr": round(timed(lambda _: zarr.open_group(
+            zarr_store(url, server, prefix), mode="r")[SITE][0, 0, 0], max(3, repeats // 4))[0], 3),
+    }  # fmt: skip
+    results["stream"] = stream(url, options)
+    return results
+
+
+def stream(url: str, options: dict[str, Any]) -> dict[str, float]:
+    run = open_run(url, options)
+    start, cpu = time.perf_counter(), time.process_time()
+    count = sum(
+        values.nbytes
+        for batch in run.batches([SITE], size=4096, shuffle=0, buffer_bytes=64 << 20)
+        for values in batch.arrays.values()
+    )
+    wall, used = time.perf_counter() - start, time.process_time() - cpu
+    return {
+        "gigabytes_per_second": round(count / wall / 1e9, 3),
+        "gigabytes_per_cpu_second": round(count / used / 1e9, 3),
+    }
+
+
+MEMORY_PROBE = """
+import resource, sys, time
+import psutil
+from store import open_run
+me = psutil.Process()
+before = me.memory_info().rss
+start = time.perf_counter()
+run = open_run(sys.argv[1])
+opened = time.perf_counter() - start
+after = me.memory_info().rss
+rows = run.prompts.num_rows
+table = me.memory_info().rss
+print(rows, opened, (after - before) / 2**20, (table - before) / 2**20)
+"""
+
+
+def open_many(folder: Path, count: int = 100_000) -> dict[str, float]:
+    """A run of `count` prompts of 20 tokens each, opened in a process of its own."""
+    from tests.store.sample_run import write_manifests
+
+    objects = open_store(str(folder))
+    lengths = [[20] * 1000] * (count // 1000)
+    write_manifests(objects, SampleShape(), lengths)
+    for unit in range(len(lengths)):
+        commit = Commit(
+            run_id=RUN_ID, unit=unit, attempt="a0", first_prompt=unit * 1000, arrays=[],
+            objects=[], ranks=[],
+            prompts=PromptOutcomes(
+                outcome=[Outcome.STORED] * 1000, first_row=list(range(0, 20_000, 20)),
+                num_rows=[20] * 1000, first_position=[0] * 1000,
+            ),
+        )  # fmt: skip
+        objects.create(keys.commit_key(unit), commit.to_bytes())
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY_PROBE, str(folder)], cwd=ROOT, check=True, text=True,
+        capture_output=True,
+    )  # fmt: skip
+    rows, seconds, opened, table = (float(value) for value in done.stdout.split())
+    return {
+        "prompts": rows,
+        "open_seconds": round(seconds, 3),
+        "open_mebibytes": round(opened, 1),
+        "prompts_table_mebibytes": round(table, 1),
+    }
+
+
+@contextmanager
+def s3(wanted: bool) -> Iterator[S3Server | None]:
+    if not wanted:
+        yield None
+        return
+    with seaweedfs() as server:
+        yield server
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--skip-s3", action="store_true")
+    options = parser.parse_args()
+    lengths = [[PROMPT_TOKENS] * (options.tokens // PROMPT_TOKENS)]
+    results: dict[str, Any] = {"tokens": options.tokens, "repeats": options.repeats}
+    with (
+        tempfile.TemporaryDirectory(prefix="attnstore-reader-") as name,
+        s3(not options.skip_s3) as server,
+    ):
+        folder = Path(name)
+        local = str(folder / "raw")
+        write_run(open_store(local), shape(Codec.RAW), lengths)
+        results["local"] = measure(local, None, options.repeats)
+        fast = str(folder / "fast")
+        write_run(open_store(fast), shape(Codec.FAST), lengths)
+        results["local"]["stream_fast_codec"] = stream(fast, {})
+        if server is not None:
+            url = server.url("reader")
+            write_run(open_store(url, server.options), shape(Codec.RAW), lengths)
+            results["s3"] = measure(url, server, options.repeats)
+        results["open_100k_prompts"] = open_many(folder / "many")
+    if options.json:
+        print(json.dumps(results, indent=1))
+        return
+    for place in ("local", "s3"):
+        for what, entry in results.get(place, {}).items():
+            print(f"{place:6} {what:36} " + "  ".join(f"{k}={v}" for k, v in entry.items()))
+    print(results["open_100k_prompts"])
+
+
+if __name__ == "__main__":
+    main()
