@@ -23,6 +23,7 @@ from store.errors import (
 )
 from store.geometry import CHECKSUM_BYTES, ArrayGeometry
 from store.objects.protocol import ObjectStore
+from store.packed_pattern import num_entries
 from store.run_format import ArrayRecord, Commit, Outcome
 from store.sealed_json import MAX_JSON_BYTES
 from store.shard import unpack_chunk_sizes
@@ -171,9 +172,12 @@ def _row_problems(commit: Commit) -> Iterator[str]:
             yield f"prompt {place} is {outcome} and has {prompts.num_rows[place]} rows"
         elif str(place) not in prompts.reasons:
             yield f"prompt {place} is {outcome} without a reason"
+    entries = sum(num_entries(rows) for rows in prompts.num_rows)
     for array in commit.arrays:
-        if not array.is_packed and array.num_tokens != row:
-            yield f"array {array.site} holds {array.num_tokens} rows, its prompts {row}"
+        expected = entries if array.is_packed else row
+        if array.num_tokens != expected:
+            kind = "entries" if array.is_packed else "rows"
+            yield f"array {array.site} holds {array.num_tokens} {kind}, its prompts {expected}"
 
 
 def _array_problems(commit: Commit) -> Iterator[str]:

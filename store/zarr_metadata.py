@@ -11,6 +11,7 @@ import json
 from typing import Any
 
 from store.codec import blosc_configuration
+from store.packed_pattern import UINT8_STEPS, UINT8_WORST_ERROR
 from store.run_format import ArrayRecord
 
 _LITTLE: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
@@ -52,6 +53,15 @@ def array_metadata(record: ArrayRecord, *, run_id: str, unit: int) -> bytes:
         "index_codecs": [_LITTLE, _CRC32C],
         "index_location": "end",
     }
+    attributes: dict[str, Any] = {
+        "run_id": run_id,
+        "unit": unit,
+        "site": record.site,
+        "layers": list(record.layers),
+        "heads": list(record.heads),
+    }
+    if record.dtype == "uint8":
+        attributes |= {"scale": 1 / UINT8_STEPS, "worst_error": UINT8_WORST_ERROR}
     return _to_json(
         {
             "zarr_format": 3,
@@ -63,13 +73,7 @@ def array_metadata(record: ArrayRecord, *, run_id: str, unit: int) -> bytes:
             "fill_value": 0 if record.dtype == "uint8" else "NaN",
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
             "dimension_names": list(record.dims),
-            "attributes": {
-                "run_id": run_id,
-                "unit": unit,
-                "site": record.site,
-                "layers": list(record.layers),
-                "heads": list(record.heads),
-            },
+            "attributes": attributes,
         }
     )
 
