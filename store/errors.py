@@ -54,6 +54,18 @@ class CommitRefused(RunError, RuntimeError):
     """An attempt's data is not complete and exact, so it must not become part of the run."""
 
 
+class QueryRefused(RunError, ValueError):
+    """A query does not parse, names what is not there, or reaches outside its tables."""
+
+
+class ExportRefused(RunError, ValueError):
+    """An export of this kind, or to this place, cannot be made."""
+
+
+class PackageMissing(RunError, ImportError):
+    """This needs a package that is not installed."""
+
+
 class StoreError(OSError):
     """An object store did not do what was asked."""
 

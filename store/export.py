@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 import xarray as xr
 from numpy.typing import DTypeLike
 
-from store.errors import RunError
+from store.errors import ExportRefused, PackageMissing, RunError
 from store.selection import Choice
 
 if TYPE_CHECKING:
@@ -76,14 +76,13 @@ def export(
     name the type). `safetensors`: one file a prompt, bits kept. `zarr`, `icechunk`: one Zarr v3
     group, each site `[layer, row, head|kv_head, d_head]` beside `prompt` and `pos` of every row.
     `hf-dataset`: Parquet of one row a prompt, for `datasets.load_dataset(f"{path}/dataset")`. All
-    come with the prompts table as Parquet and `export.json`, written last. Raises
-    `FileExistsError` if `path` is there, `ValueError` for an unknown kind, `ImportError` naming
-    what to install.
+    come with the prompts table as Parquet and `export.json`, written last. Raises `ExportRefused`
+    if `path` is there or the kind unknown, `PackageMissing` naming what to install.
     """
     kind = _kind(kind)
     target = Path(path)
     if target.exists():
-        raise FileExistsError(f"{target} is already there; export to a new folder")
+        raise ExportRefused(f"{target} is already there; export to a new folder")
     chosen = selection or ExportSelection()
     part = _Part(run, chosen)
     target.mkdir(parents=True)
@@ -295,7 +294,9 @@ def _needed(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(f"this export needs {module}: pip install 'attnstore[export]'") from error
+        raise PackageMissing(
+            f"this export needs {module}: pip install 'attnstore[export]'"
+        ) from error
 
 
 def _kind(kind: ExportKind | str) -> ExportKind:
@@ -303,7 +304,7 @@ def _kind(kind: ExportKind | str) -> ExportKind:
         return ExportKind(kind)
     except ValueError:
         kinds = ", ".join(ExportKind)
-        raise ValueError(f"there is no export to {kind!r}; there are {kinds}") from None
+        raise ExportRefused(f"there is no export to {kind!r}; there are {kinds}") from None
 
 
 _WRITERS: dict[ExportKind, Callable[[_Part, Path], None]] = {

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from store.errors import PackageMissing, QueryRefused
 from store.run_index import RunIndex
 
 TOKEN_FIELDS = pa.schema(
@@ -23,10 +24,6 @@ TOKEN_FIELDS = pa.schema(
         ("token", pa.string()),
     ]
 )
-
-
-class QueryRefused(ValueError):
-    """A query did not parse, names what is not there, or reaches outside its tables."""
 
 
 def run_sql(
@@ -95,5 +92,5 @@ def _duckdb() -> Any:
     try:
         import duckdb
     except ImportError as error:
-        raise ImportError("queries need DuckDB: pip install 'attnstore[query]'") from error
+        raise PackageMissing("queries need DuckDB: pip install 'attnstore[query]'") from error
     return duckdb

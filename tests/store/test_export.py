@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from store.errors import PromptNotStored
+from store.errors import ExportRefused, PromptNotStored
 from store.export import ExportKind, ExportSelection, export
 from store.objects.local import LocalStore
 from store.run import Run, open_run
@@ -40,7 +40,7 @@ def test_every_kind_has_the_prompts_and_is_made_once(run: Run, tmp_path, kind: E
     assert table["split"].to_pylist() == ["train", "train", "test", "train"]
     body = json.loads((tmp_path / "out" / "export.json").read_text())
     assert body == {"kind": kind.value, "run": run.id, "sites": ["z"], "prompts": 4}
-    with pytest.raises(FileExistsError, match="export to a new folder"):
+    with pytest.raises(ExportRefused, match="export to a new folder"):
         export(run, kind, tmp_path / "out")
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from store.errors import PromptNotFound
+from store.errors import PromptNotFound, QueryRefused
 from store.objects.local import LocalStore
-from store.query import QueryRefused
 from store.run import Run, open_run
 from tests.store.sample_run import SampleShape, capture, sample_units, write_manifests
 
