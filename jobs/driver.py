@@ -41,11 +41,13 @@ from jobs.snapshots import SnapshotKeeper
 from jobs.status import RunStatus, read_status
 from jobs.worker import CaptureWorker
 from store import keys
-from store.errors import FrozenFieldChanged, ObjectExists, StoreError
+from store.commit import begin_repair
+from store.errors import DamagedObject, FrozenFieldChanged, ObjectExists, StoreError
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
 from store.run_format import ModelManifest
 from store.sealed_json import MAX_JSON_BYTES
+from store.verify import verify_run
 
 STEP_SECONDS = 0.25
 _SLOW_SECONDS = 5.0
@@ -57,6 +59,10 @@ class RunOptions:
 
     extend: bool = False
     take_over: bool = False
+    repair: bool = False
+    """Verify the run first and capture again what is damaged."""
+    deep: bool = False
+    """With `repair`: read every stored byte to find damage."""
     verbose: bool = False
     worker: type[CaptureWorker] = CaptureWorker
     """The actor's class; tests put one here whose engine fails on purpose."""
@@ -85,9 +91,12 @@ def run(
     location = config.location()
     objects = open_store(location.url, location.options)
     prepared = find_run(objects, config)
+    damaged: list[int] = []
     if prepared is not None and not options.extend:
         _check_source(config, prepared, log)
-        if committed_mask(objects, prepared.num_units).all():
+        if options.repair:
+            damaged = find_damage(objects, deep=options.deep, log=log)
+        if not damaged and committed_mask(objects, prepared.num_units).all():
             log.run_id = prepared.manifest.run_id
             log("nothing to do", units=prepared.num_units)
             return RunOutcome(read_status(objects), prepared.manifest.run_id)
@@ -98,7 +107,7 @@ def run(
         prepared = _prepare(objects, config, prepared, options, log)
         log.run_id = prepared.manifest.run_id
         check_quota(objects, config, prepared)
-        _capture(objects, config, prepared, owner, options, log, view)
+        _capture(objects, config, prepared, damaged, owner, options, log, view)
     finally:
         owner.release()
     return RunOutcome(read_status(objects), prepared.manifest.run_id)
@@ -140,6 +149,7 @@ def _capture(
     objects: ObjectStore,
     config: RunConfig,
     prepared: PreparedRun,
+    damaged: list[int],
     owner: RunOwner,
     options: RunOptions,
     log: EventLog,
@@ -147,7 +157,9 @@ def _capture(
 ) -> None:
     done = committed_mask(objects, prepared.num_units)
     units = unit_columns(objects, prepared)
-    schedule = Schedule(units, done, config.workers.max_attempts)
+    repairs = {unit: begin_repair(objects, unit) for unit in damaged}
+    done[damaged] = False
+    schedule = Schedule(units, done, config.workers.max_attempts, repairs)
     if not schedule.num_missing:
         return
     from jobs.ray_pool import RayPool, connect, disconnect
@@ -189,6 +201,20 @@ def _capture(
     finally:
         disconnect()
     _raise_ending(dispatcher, schedule)
+
+
+def find_damage(objects: ObjectStore, *, deep: bool, log: EventLog) -> list[int]:
+    """Verify a run and return the units that must be captured again.
+
+    Raises `DamagedObject` where something outside the units is damaged: no capture can mend it.
+    """
+    report = verify_run(objects, deep=deep)
+    for problem in report.problems:
+        log("damaged", name=problem.name, unit=problem.unit, problem=problem.message)
+    beyond = next((problem for problem in report.problems if problem.unit is None), None)
+    if beyond is not None:
+        raise DamagedObject(f"{beyond.name} cannot be repaired by capturing: {beyond.message}")
+    return report.damaged_units
 
 
 def limits(config: RunConfig) -> DispatchLimits:

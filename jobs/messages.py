@@ -39,6 +39,8 @@ class UnitOrder:
     """Places in the unit that must not run, and why: prompts that killed engines before."""
     batch_prompts: int = 0
     """As in `UnitTask`: N > 0 runs the prompts N at a time, in order."""
+    repair: int = 0
+    """The number under which a unit that has a damaged commit is committed again."""
 
 
 @dataclass(frozen=True, slots=True)

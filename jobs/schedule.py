@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -48,8 +49,15 @@ class _Suspicion:
 class Schedule:
     """The state of every unit of one driver's life; commits in the store are the lasting truth."""
 
-    def __init__(self, units: UnitTable, done: np.ndarray, max_attempts: int) -> None:
-        """`done`: bool [num_units], the units already committed."""
+    def __init__(
+        self,
+        units: UnitTable,
+        done: np.ndarray,
+        max_attempts: int,
+        repairs: Mapping[int, int] | None = None,
+    ) -> None:
+        """`done`: bool [num_units], the units committed and sound; `repairs`: unit -> the number
+        of the commit that replaces its damaged one."""
         self._units = units
         self._max_attempts = max_attempts
         self._state = np.where(done, _DONE, _PENDING).astype(np.uint8)
@@ -60,6 +68,7 @@ class Schedule:
         self._returned: deque[int] = deque()
         self._alone: deque[int] = deque()
         self._suspicions: dict[int, _Suspicion] = {}
+        self._repairs = dict(repairs or {})
         self.num_missing = len(missing)
 
     @property
@@ -165,4 +174,5 @@ class Schedule:
             num_tokens=int(self._units.num_tokens[unit]),
             masked=tuple(sorted(known.masked.items())),
             batch_prompts=1 if one_by_one else 0,
+            repair=self._repairs.get(unit, 0),
         )

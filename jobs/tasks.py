@@ -51,6 +51,7 @@ class TaskReader:
             first_prompt=order.first_prompt,
             prompts=tuple(prompts),
             batch_prompts=order.batch_prompts,
+            repair=order.repair,
         )
 
     def _file(self, manifest: PlanManifest, place: int) -> pa.Table:

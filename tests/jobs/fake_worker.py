@@ -99,6 +99,7 @@ class FakeEngine:
             run_id=self._run_id,
             unit=task.unit,
             attempt=task.attempt,
+            repair=task.repair,
             first_prompt=task.first_prompt,
             prompts=PromptOutcomes(
                 outcome=outcomes,

@@ -17,7 +17,9 @@ from jobs.event_log import EventLog
 from jobs.listing import prompt_rows
 from jobs.progress import progress_view
 from jobs.status import read_status
+from store.commit import committed_units, read_commit
 from store.objects.open import open_store
+from store.verify import verify_run
 from tests.jobs.fake_worker import FakeWorker
 
 pytestmark = pytest.mark.usefixtures("faults")
@@ -196,6 +198,22 @@ def test_a_store_that_never_recovers_ends_the_run_to_be_run_again(
         drive(config)
     faults()
     assert drive(config).exit_code is ExitCode.DONE
+
+
+def test_damaged_units_are_captured_again_as_repairs(
+    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
+) -> None:
+    config = make_config(write_prompts(TEXTS))
+    drive(config)
+    objects = open_store(config.output)
+    broken = read_commit(objects, committed_units(objects)[2])
+    objects.delete(f"data/{broken.unit:08d}/{broken.attempt}/zarr.json")
+    drive(config, repair=True)
+    assert committed_units(objects)[2] == "commits/000000/00000002.r1.json"
+    assert len(drive.events("committed")) == 7
+    assert verify_run(objects, deep=True).ok
+    drive(config, repair=True)
+    assert len(drive.events("nothing to do")) == 1
 
 
 def test_a_quota_that_cannot_hold_the_run_refuses_it_before_any_worker(

@@ -1,0 +1,141 @@
+"""The verbs that look after a run in its storage: `status`, `ls`, `verify`, `gc`."""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import islice
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jobs.cli_shared import JsonOption, RunArgument, StoreOption, opened, told
+from jobs.errors import ExitCode
+
+
+def status(
+    run_url: RunArgument,
+    as_json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again until it is done.")] = False,
+    every: Annotated[float, typer.Option("--every", help="Seconds between looks.")] = 5.0,
+    options: StoreOption = [],  # noqa: B006
+) -> None:
+    """Say how far a run is, from its storage alone."""
+    from jobs.prepare import read_manifest
+    from jobs.status import read_status
+
+    with told():
+        objects = opened(run_url, options)
+        read_manifest(objects)
+        while True:
+            found = read_status(objects)
+            if as_json:
+                typer.echo(json.dumps(found.as_json()))
+            else:
+                _print_status(run_url, found)
+            if not watch or found.complete:
+                return
+            time.sleep(every)
+
+
+def list_prompts(
+    run_url: RunArgument,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Only prompts that are not stored, and why.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    limit: Annotated[int, typer.Option("--limit", help="At most so many; 0 for all.")] = 0,
+    options: StoreOption = [],  # noqa: B006
+) -> None:
+    """List a run's prompts: id, tokens, what became of them and why."""
+    from jobs.listing import prompt_rows
+
+    with told():
+        objects = opened(run_url, options)
+        for row in islice(prompt_rows(objects, only_failed=failed), limit or None):
+            if as_json:
+                typer.echo(json.dumps(row.as_json(), ensure_ascii=False))
+            else:
+                reason = f"  {row.reason}" if row.reason else ""
+                typer.echo(f"{row.prompt_id}\t{row.num_tokens}\t{row.status}{reason}")
+
+
+def verify(
+    run_url: RunArgument,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every stored byte, not only sizes and documents.")
+    ] = False,
+    as_json: JsonOption = False,
+    options: StoreOption = [],  # noqa: B006
+) -> None:
+    """Check that everything a run says it holds is there and undamaged."""
+    from jobs.prepare import read_manifest
+    from store.verify import verify_run
+
+    with told():
+        objects = opened(run_url, options)
+        read_manifest(objects)
+        report = verify_run(objects, deep=deep)
+    if as_json:
+        problems = [{"name": p.name, "message": p.message, "unit": p.unit} for p in report.problems]
+        body = {"ok": report.ok, "deep": deep, "units": report.units, "objects": report.objects}
+        typer.echo(json.dumps({**body, "bytes": report.bytes, "problems": problems}))
+    else:
+        for problem in report.problems:
+            typer.echo(f"{problem.name}: {problem.message}")
+        verdict = "all good" if report.ok else f"{len(report.problems)} problems"
+        kind = "every byte of" if deep else "names and sizes of"
+        typer.echo(f"{verdict}: {kind} {report.objects} objects in {report.units} units looked at")
+    raise typer.Exit(int(ExitCode.DONE if report.ok else ExitCode.REFUSED))
+
+
+def gc(
+    run_url: RunArgument,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete it; without this it is only listed.")
+    ] = False,
+    as_json: JsonOption = False,
+    options: StoreOption = [],  # noqa: B006
+) -> None:
+    """List what nothing refers to any more: lost attempts, old snapshots, left-over files."""
+    from jobs.prepare import read_manifest
+    from jobs.progress import human_bytes
+    from store.gc import collect_garbage
+
+    with told():
+        objects = opened(run_url, options)
+        read_manifest(objects)
+        report = collect_garbage(objects, delete=delete)
+    if as_json:
+        folders = [
+            {"prefix": g.prefix, "unit": g.unit, "objects": g.objects, "bytes": g.bytes}
+            for g in report.garbage
+        ]
+        body = {"deleted": delete, "bytes": report.bytes, "garbage": folders}
+        typer.echo(json.dumps({**body, "temporary_files": report.temporary_files}))
+        return
+    for garbage in report.garbage:
+        typer.echo(f"{garbage.prefix}\t{garbage.objects} objects\t{human_bytes(garbage.bytes)}")
+    word = "deleted" if delete else "could be deleted (with --delete)"
+    typer.echo(
+        f"{len(report.garbage)} folders and {report.temporary_files} temporary files, "
+        f"{human_bytes(report.bytes)}: {word}"
+    )
+
+
+def _print_status(run_url: str, found: Any) -> None:
+    from jobs.progress import human_bytes
+
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row("run", run_url)
+    quarantined = f", {found.units_quarantined} quarantined" if found.units_quarantined else ""
+    table.add_row("units", f"{found.units_committed} of {found.units_planned}{quarantined}")
+    table.add_row(
+        "prompts",
+        f"{found.prompts_stored} of {found.prompts_planned} stored, {found.prompts_failed} failed, "
+        f"{found.prompts_skipped} skipped",
+    )
+    table.add_row("bytes", human_bytes(found.bytes))
+    Console().print(table)

@@ -1,0 +1,172 @@
+"""The verbs that make a run: `run`, `submit`, `manifest`. Only `run` and `submit` import Ray."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jobs.cli_shared import ConfigArgument, JsonOption, SetOption, told
+from jobs.errors import ConfigError
+
+
+def run(
+    config: ConfigArgument,
+    overrides: SetOption = [],  # noqa: B006 - typer copies it
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Progress and logs as JSON lines.")
+    ] = False,
+    extend: Annotated[
+        bool, typer.Option("--extend", help="Add the config's prompts to the run it already made.")
+    ] = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Work on the run even if another driver seems to.")
+    ] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Verify first, and capture damaged units again.")
+    ] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="With --repair: read every stored byte.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Only say what would be stored and how long."),
+    ] = False,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(help="For --dry-run: of one worker while it captures.")
+    ] = None,
+    store_gb_per_second: Annotated[
+        float | None, typer.Option(help="For --dry-run: what the object store takes in.")
+    ] = None,
+    dollars_per_tb_month: Annotated[
+        float | None, typer.Option(help="For --dry-run: the price of storage.")
+    ] = None,
+    log_units: Annotated[
+        bool, typer.Option("--log-units", help="Log every unit's assignment and commit.")
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show what the workers and their engines print.")
+    ] = False,
+) -> None:
+    """Capture what is missing of a run; running again resumes it."""
+    from jobs.config_file import load_config
+    from jobs.driver import RunOptions
+    from jobs.driver import run as run_job
+    from jobs.dry_run import preview
+    from jobs.estimate import Rates
+    from jobs.event_log import EventLog
+    from jobs.progress import human_bytes, progress_view
+
+    with told():
+        settings = load_config(config, overrides)
+        if dry_run:
+            gigabytes = store_gb_per_second
+            rates = Rates(
+                tokens_per_second=tokens_per_second,
+                store_bytes_per_second=gigabytes * 1e9 if gigabytes else None,
+                dollars_per_tb_month=dollars_per_tb_month,
+            )
+            _print_estimate(preview(settings, rates), as_json=as_json)
+            return
+        outcome = run_job(
+            settings,
+            RunOptions(
+                extend=extend, take_over=take_over, repair=repair, deep=deep, verbose=verbose
+            ),
+            EventLog(as_json=as_json, every_unit=log_units),
+            lambda: progress_view(as_json=as_json),
+        )
+        status = outcome.status
+        if as_json:
+            body = {"run": outcome.run_id, "exit_code": int(outcome.exit_code)}
+            typer.echo(json.dumps({**body, **status.as_json()}))
+        else:
+            typer.echo(
+                f"{settings.output}: {status.prompts_stored} of {status.prompts_planned} prompts "
+                f"stored, {status.prompts_failed} failed, {status.prompts_skipped} skipped, "
+                f"{human_bytes(status.bytes)}"
+            )
+            if status.prompts_failed:
+                typer.echo(f"what failed, and why: attnstore ls {settings.output} --failed")
+    raise typer.Exit(int(outcome.exit_code))
+
+
+def submit(
+    config: ConfigArgument,
+    address: Annotated[
+        str, typer.Option("--address", help="Ray's dashboard, e.g. http://head:8265.")
+    ],
+    overrides: SetOption = [],  # noqa: B006
+    as_json: JsonOption = False,
+) -> None:
+    """Submit a run to a Ray cluster as a job; submitting again finds the job at work."""
+    from jobs.config_file import load_config
+    from jobs.submit import submit as submit_job
+
+    with told():
+        submitted = submit_job(load_config(config, overrides), address)
+    if as_json:
+        body = {"submission_id": submitted.submission_id, "created": submitted.created}
+        typer.echo(json.dumps(body))
+    else:
+        state = "submitted" if submitted.created else "already at work"
+        typer.echo(f"{submitted.submission_id} {state}")
+
+
+def manifest(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="kuberay")],
+    config: ConfigArgument,
+    image: Annotated[str, typer.Option("--image", help="Image with attnstore and Ray in it.")],
+    name: Annotated[str, typer.Option("--name", help="Name of the RayJob.")] = "attnstore",
+    cpus: Annotated[int, typer.Option("--cpus", help="CPUs of a worker's pod.")] = 8,
+    memory: Annotated[str, typer.Option("--memory", help="Memory of a worker's pod.")] = "64Gi",
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", help="GPUs of a worker; tensor_parallel_size if absent.")
+    ] = None,
+    secret: Annotated[
+        str | None, typer.Option("--secret", help="Secret with the object store's credentials.")
+    ] = None,
+    backoff_limit: Annotated[
+        int, typer.Option("--backoff-limit", help="How often a new cluster takes the run up again.")
+    ] = 20,
+    overrides: SetOption = [],  # noqa: B006
+) -> None:
+    """Print a manifest that runs a config on Kubernetes."""
+    from jobs.config_file import load_config
+    from jobs.kuberay import PodShape
+    from jobs.kuberay import manifest as kuberay_manifest
+
+    with told():
+        if kind != "kuberay":
+            raise ConfigError(f"no manifest of kind {kind!r}; there is: kuberay")
+        pods = PodShape(
+            image=image, name=name, cpus=cpus, memory=memory, gpus=gpus, secret=secret,
+            backoff_limit=backoff_limit,
+        )  # fmt: skip
+        typer.echo(kuberay_manifest(load_config(config, overrides), pods), nl=False)
+
+
+def _print_estimate(found: Any, *, as_json: bool) -> None:
+    from jobs.progress import human_bytes, human_seconds
+
+    if as_json:
+        typer.echo(json.dumps(found.as_json()))
+        return
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    unusable = f", {found.unusable} of them cannot be captured" if found.unusable else ""
+    table.add_row("prompts", f"{found.prompts}{unusable}")
+    table.add_row("tokens", f"{found.tokens} in {found.units} units")
+    for site, count in found.site_bytes.items():
+        table.add_row(f"raw {site}", f"{count} ({human_bytes(count)})")
+    table.add_row("raw bytes", f"{found.raw_bytes} ({human_bytes(found.raw_bytes)})")
+    table.add_row("expected", f"{human_bytes(found.stored_bytes)} with the run's codec")
+    table.add_row("objects", str(found.objects))
+    if found.hours is not None:
+        bound = f", bound by {found.bound_by}" if found.bound_by else ""
+        table.add_row("time", f"{human_seconds(found.hours * 3600)}{bound}")
+    if found.dollars_per_month is not None:
+        table.add_row("cost", f"${found.dollars_per_month:.2f} a month")
+    Console().print(table)

@@ -1,0 +1,157 @@
+"""The command line without a cluster: messages, exit codes, what it prints for machines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from jobs.cli import app
+from jobs.config import RunConfig
+from jobs.kuberay import CONFIG_FOLDER
+from jobs.prepare import create_run
+from store.objects.open import open_store
+
+Configs = Callable[..., RunConfig]
+Prompts = Callable[..., Path]
+
+
+def attnstore(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, make_config: Configs, write_prompts: Prompts) -> Path:
+    config = make_config(write_prompts([f"w{i} w1 w2" for i in range(7)] + [""]))
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True)))
+    return path
+
+
+def test_a_wrong_config_ends_with_2_and_the_nearest_key(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("output: x\nprompts: {source: p}\nmodel: {path: m, dtyp: float32}\n")
+    result = attnstore("run", path)
+    assert result.exit_code == 2
+    assert "did you mean 'dtype'?" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["status", "verify", "ls", "gc"])
+def test_a_place_without_a_run_is_named(tmp_path: Path, verb: str) -> None:
+    result = attnstore(verb, tmp_path / "nowhere")
+    assert result.exit_code == 2
+    assert f"there is no run at {tmp_path}/nowhere" in result.stderr
+
+
+def test_a_dry_run_says_what_would_be_stored_and_writes_nothing(
+    config_file: Path, tmp_path: Path
+) -> None:
+    result = attnstore(
+        "run", config_file, "--dry-run", "--json", "--tokens-per-second", "10",
+        "--store-gb-per-second", "1", "--dollars-per-tb-month", "23",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    body = json.loads(result.stdout)
+    assert (body["prompts"], body["unusable_prompts"], body["tokens"]) == (8, 1, 21)
+    assert body["bound_by"] == "the engines"
+    assert body["hours"] == pytest.approx(21 / 10 / 3600)
+    assert set(body["raw_bytes_per_site"]) == {"rot_q", "rot_k", "v", "z"}
+    assert not (tmp_path / "run").exists()
+
+
+def test_status_of_a_planned_run_counts_everything_as_missing(
+    make_config: Configs, write_prompts: Prompts
+) -> None:
+    config = make_config(write_prompts(["w1 w2", "w3"]))
+    create_run(open_store(config.output), config)
+    result = attnstore("status", config.output, "--json")
+    assert json.loads(result.stdout) == {
+        "units": {"planned": 1, "committed": 0, "quarantined": 0},
+        "prompts": {"planned": 2, "stored": 0, "failed": 0, "skipped": 0},
+        "bytes": 0,
+    }
+    listed = attnstore("ls", config.output, "--json").stdout.splitlines()
+    assert [json.loads(line)["status"] for line in listed] == ["pending", "pending"]
+
+
+def test_a_resume_with_another_frozen_setting_names_field_and_both_values(
+    config_file: Path, make_config: Configs, write_prompts: Prompts
+) -> None:
+    config = make_config(write_prompts(["w1 w2", "w3"]))
+    create_run(open_store(config.output), config)
+    result = attnstore("run", config_file, "--set", "capture.sites=[v, z]")
+    assert result.exit_code == 2
+    assert "capture.sites is frozen" in result.stderr
+    assert "['rot_q', 'rot_k', 'v', 'z']" in result.stderr
+    assert "['v', 'z']" in result.stderr
+
+
+def test_a_model_exchanged_under_the_same_path_is_refused(
+    make_config: Configs, write_prompts: Prompts, word_model: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    from jobs.prepare import find_run
+    from store.errors import FrozenFieldChanged
+
+    model = tmp_path / "model"
+    shutil.copytree(word_model, model)
+    config = make_config(write_prompts(["w1"]), model={"path": str(model)})
+    objects = open_store(config.output)
+    create_run(objects, config)
+    assert find_run(objects, config) is not None
+    body = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**body, "rope_theta": 5.0}))
+    with pytest.raises(FrozenFieldChanged, match=r"model\.fingerprint is frozen"):
+        find_run(objects, config)
+
+
+def test_a_kuberay_manifest_has_gpu_workers_retries_and_no_credentials(config_file: Path) -> None:
+    result = attnstore(
+        "manifest", "kuberay", config_file, "--image", "registry/attnstore:1",
+        "--secret", "store-credentials", "--backoff-limit", "7",
+        "--set", "output=s3://bucket/run", "--set", "prompts.source=s3://bucket/p.jsonl",
+        "--set", "engine.tensor_parallel_size=4", "--set", "workers={min: 2, max: 6}",
+        "--set", "storage_options={secret_access_key: open-sesame}",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "open-sesame" not in result.stdout
+    config_map, job = yaml.safe_load_all(result.stdout)
+    (name, text), *_ = config_map["data"].items()
+    assert yaml.safe_load(text)["output"] == "s3://bucket/run"
+    spec = job["spec"]
+    assert spec["backoffLimit"] == 7
+    assert f"attnstore run {CONFIG_FOLDER}/{name}" in spec["entrypoint"]
+    (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    assert (group["minReplicas"], group["maxReplicas"]) == (2, 6)
+    pod = group["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 4
+    assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "store-credentials"}}]
+    assert pod["terminationGracePeriodSeconds"] > 0
+
+
+def test_a_manifest_for_paths_that_no_pod_has_is_refused(config_file: Path) -> None:
+    result = attnstore("manifest", "kuberay", config_file, "--image", "x", "--set", "output=./run")
+    assert result.exit_code == 2
+    assert "output './run' is relative" in result.stderr
+
+
+def test_reading_verbs_import_neither_ray_nor_torch(config_file: Path) -> None:
+    program = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from jobs.cli import app\n"
+        f"CliRunner().invoke(app, ['status', {str(config_file.parent)!r}])\n"
+        "heavy = {'ray', 'torch', 'vllm', 'nnsight', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

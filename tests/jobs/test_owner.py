@@ -1,0 +1,77 @@
+"""Ownership: one driver at a time is told so, and a dead one is succeeded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jobs import owner as owner_module
+from jobs.errors import RunOwnedElsewhere
+from jobs.owner import OwnerRecord, RunOwner
+from store.objects.open import open_store
+from store.objects.protocol import ObjectStore
+
+
+@pytest.fixture
+def objects(tmp_path: Path) -> ObjectStore:
+    return open_store(str(tmp_path / "run"))
+
+
+def put_owner(objects: ObjectStore, **fields: object) -> OwnerRecord:
+    values = {"epoch": 1, "host": "elsewhere", "pid": 1, "process": "1", **fields}
+    record = OwnerRecord.model_validate(values)
+    objects.put(f"owners/{record.epoch:08d}.json", [record.to_bytes()])
+    return record
+
+
+def test_a_living_owner_on_this_host_keeps_a_second_driver_out(objects: ObjectStore) -> None:
+    first = RunOwner.claim(objects)
+    with pytest.raises(RunOwnedElsewhere, match=f"process {os.getpid()}"):
+        RunOwner.claim(objects)
+    first.release()
+    assert RunOwner.claim(objects).epoch == 2
+
+
+def test_an_owner_whose_process_is_gone_is_succeeded_at_once(objects: ObjectStore) -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    )
+    put_owner(objects, host=owner_module._host(), pid=int(child.stdout), process="12345")
+    started = time.monotonic()
+    assert RunOwner.claim(objects, patience=30).epoch == 2
+    assert time.monotonic() - started < 5
+
+
+def test_a_silent_owner_elsewhere_is_succeeded_after_a_watch(objects: ObjectStore) -> None:
+    put_owner(objects)
+    told: list[str] = []
+    assert RunOwner.claim(objects, patience=0.5, tell=told.append).epoch == 2
+    assert "elsewhere" in told[0]
+
+
+def test_an_owner_elsewhere_that_beats_is_left_alone(objects: ObjectStore) -> None:
+    put_owner(objects)
+    timer = threading.Timer(0.3, put_owner, [objects], {"beat": 1})
+    timer.start()
+    with pytest.raises(RunOwnedElsewhere, match="elsewhere"):
+        RunOwner.claim(objects, patience=5)
+    timer.join()
+
+
+def test_taking_over_is_seen_by_the_older_owner_at_its_next_beat(
+    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = RunOwner.claim(objects)
+    assert first.beat() is None
+    second = RunOwner.claim(objects, take_over=True)
+    monkeypatch.setattr(owner_module, "BEAT_SECONDS", 0.0)
+    newer = first.beat()
+    assert newer is not None
+    assert newer.epoch == second.epoch
+    assert second.beat() is None
