@@ -206,7 +206,7 @@ class ArrayRecord(Part):
     @property
     def is_packed(self) -> bool:
         """Whether this is a packed pattern [layer, head, entry]; `num_tokens` counts entries."""
-        return self.dims[-1] == "entry"
+        return self.dims[-1:] == ["entry"]
 
     def shard_name(self, layer_index: int, token_shard: int, head_shard: int) -> str:
         """Return the name, inside the attempt, of the shard at these places of the cut."""
