@@ -14,7 +14,7 @@ import torch
 
 from capture.assembly import Assembly, RankReport, Tap
 from capture.rows import Span, UnitLayout, plan_step
-from capture.staging import Slab, Staging
+from capture.staging import Slab, Staging, TapShape
 from store.attempt import AttemptWriter
 from store.codec import Codec
 from store.geometry import ArrayGeometry
@@ -23,6 +23,7 @@ from store.shard import decode_chunk
 
 HEADS, SIZE = 2, 4
 SITES = ("rot_q", "z")
+SHAPE = TapShape(HEADS, SIZE, item_bytes=4, group_heads=HEADS, chunk_tokens=256)
 
 
 def geometry(num_tokens: int) -> ArrayGeometry:
@@ -70,7 +71,7 @@ class Rank:
         for tap in taps:
             self.staging.pool.wait_free(2, 5.0)
             x_TF = base[:, None] + torch.arange(HEADS * SIZE) / 100 + tap / 4 + shift
-            self.staging.put(tap, x_TF, HEADS, SIZE, index, plan.num_rows, plan.runs)
+            self.staging.put(tap, x_TF, SHAPE, index, plan.num_rows, plan.runs)
 
     def seal(self, key: int) -> RankReport:
         self.staging.flush()

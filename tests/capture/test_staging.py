@@ -8,7 +8,9 @@ import torch
 
 from capture.errors import CaptureStalled
 from capture.rows import Run
-from capture.staging import Slab, SlabPool, Staging
+from capture.staging import Slab, SlabPool, Staging, TapShape
+
+SHAPE = TapShape(num_heads=2, head_size=4, item_bytes=4, group_heads=2, chunk_tokens=8)
 
 
 def make(slot_bytes: int = 4096, num_slabs: int = 3) -> tuple[Staging, list[Slab]]:
@@ -23,50 +25,56 @@ def make(slot_bytes: int = 4096, num_slabs: int = 3) -> tuple[Staging, list[Slab
     return staging, slabs
 
 
+def rows_of(slab: Slab, number: int = 0) -> np.ndarray:
+    """Return an entry's bits as [R, H, D], put together from its groups and tiles."""
+    entry = slab.entries[number]
+    bits_GCgtD = entry.bits(slab)
+    heads, size = entry.shape.num_heads, entry.shape.head_size
+    bits_RHD = bits_GCgtD.transpose(1, 3, 0, 2, 4).reshape(-1, heads, size)
+    return bits_RHD[: entry.num_rows]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("index", [None, [3, 1, 0]])
-def test_bits_are_kept_head_major(dtype: torch.dtype, index: list[int] | None) -> None:
-    staging, slabs = make()
-    x_TF = torch.randn(5, 3 * 4).to(dtype)
-    picked = list(range(5)) if index is None else index
+@pytest.mark.parametrize("index", [None, [3, 1, 0], list(range(12, -1, -1))])
+@pytest.mark.parametrize(("heads", "group"), [(1, 1), (4, 2), (6, 3), (3, 3)])
+@pytest.mark.parametrize("size", [3, 4, 16])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_bits_are_kept_in_chunk_order(dtype, index, heads, group, size, offset) -> None:
+    staging, slabs = make(slot_bytes=16 << 10)
+    shape = TapShape(heads, size, dtype.itemsize, group, chunk_tokens=4)
+    features = heads * size
+    x_TF = torch.randn(13, features + offset).to(dtype)[:, offset:]
+    bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    picked = list(range(13)) if index is None else index
+    want = x_TF[picked].view(bits).numpy().reshape(len(picked), heads, size).copy()
     rows = None if index is None else torch.tensor(index)
-    staging.put(0, x_TF, 3, 4, rows, len(picked), (Run(0, 0, len(picked), 0),))
+    staging.put(0, x_TF, shape, rows, len(picked), (Run(0, 0, len(picked), 0),))
     x_TF.zero_()
     staging.flush()
-    bits_HRD = slabs[0].entries[0].bits(slabs[0])
-    assert bits_HRD.shape == (3, len(picked), 4)
-    again = torch.from_numpy(bits_HRD.view(np.uint8).copy()).view(dtype)
-    assert again.shape == (3, len(picked), 4)
-    assert bits_HRD.dtype.itemsize == dtype.itemsize
-
-
-def test_head_order_and_rows_are_right() -> None:
-    staging, slabs = make()
-    x_TF = torch.arange(4 * 6, dtype=torch.float32).view(4, 6)
-    staging.put(0, x_TF, 2, 3, torch.tensor([2, 0]), 2, (Run(0, 0, 2, 0),))
-    staging.flush()
-    values = slabs[0].entries[0].bits(slabs[0]).view(np.float32)
-    assert values.tolist() == [[[12, 13, 14], [0, 1, 2]], [[15, 16, 17], [3, 4, 5]]]
+    bits_GCgtD = slabs[0].entries[0].bits(slabs[0])
+    assert bits_GCgtD.shape[0] == heads // group
+    assert bits_GCgtD.shape[2:] == (group, min(4, len(picked)), size)
+    assert np.array_equal(rows_of(slabs[0]).view(want.dtype), want)
 
 
 def test_tensors_share_a_slab_until_it_is_full() -> None:
     staging, slabs = make(slot_bytes=1024)
     for tap in range(5):
-        staging.put(tap, torch.full((8, 8), float(tap)), 2, 4, None, 8, ())
+        staging.put(tap, torch.full((8, 8), float(tap)), SHAPE, None, 8, ())
     staging.flush()
     assert [len(slab.entries) for slab in slabs] == [4, 1]
     for slab in slabs:
-        for entry in slab.entries:
-            assert np.all(entry.bits(slab).view(np.float32) == entry.tap)
+        for number, entry in enumerate(slab.entries):
+            assert np.all(rows_of(slab, number).view(np.float32) == entry.tap)
 
 
 def test_slabs_needed_is_what_is_taken() -> None:
     staging, _slabs = make(slot_bytes=1024, num_slabs=8)
-    sizes = [256, 512, 512, 768, 256]
-    needed = staging.slabs_needed(sizes)
+    rows = [8, 16, 16, 24, 8]
+    needed = staging.slabs_needed([SHAPE.staged_bytes(count) for count in rows])
     before = staging.pool.num_free
-    for tap, size in enumerate(sizes):
-        staging.put(tap, torch.zeros(size // 16, 4), 1, 4, None, size // 16, ())
+    for tap, count in enumerate(rows):
+        staging.put(tap, torch.zeros(count, 8), SHAPE, None, count, ())
     assert before - staging.pool.num_free == needed == 3
 
 
