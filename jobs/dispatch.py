@@ -380,7 +380,9 @@ class Dispatcher:
                 counters.stalls[cause] = counters.stalls.get(cause, 0.0) + seconds
         self._on_result(result)
 
-    def _charge(self, order: UnitOrder, error: str, place: int | None, now: float) -> None:
+    def _charge(
+        self, order: UnitOrder, error: str, place: int | None, now: float, *, sure: bool = True
+    ) -> None:
         unit = order.unit
         if self._schedule.is_done(unit):
             return
@@ -388,7 +390,7 @@ class Dispatcher:
         self._schedule.charge(unit, error, place)
         if self._schedule.is_hopeless(unit):
             self.end(Event.HOPELESS, f"unit {unit} cannot even be given up:\n{error}", now)
-        elif self._guard.unit_failed(unit, error):
+        elif sure and self._guard.unit_failed(unit, error):
             message = f"every first unit fails the same way; the last error:\n{error}"
             self.end(Event.SAME_ERROR, message, now)
 
@@ -410,12 +412,14 @@ class Dispatcher:
         self.counters.workers_lost += 1
         self._log(f"worker lost: {event}", worker=number, units=list(worker.orders), error=error)
         held_twice = {u for n, w in self.workers.items() if n != number for u in w.orders}
-        for place, order in enumerate(list(worker.orders.values())):
+        alone = len(worker.orders) == 1
+        for nth, order in enumerate(list(worker.orders.values())):
             if order.unit in held_twice:
                 continue
-            guilty = place < self._limits.units_in_flight
+            guilty = nth < self._limits.units_in_flight
             if rule.unit is ForUnit.CHARGE and guilty:
-                self._charge(order, error, self._suspect(worker, order), now)
+                place = self._suspect(worker, order)
+                self._charge(order, error, place, now, sure=alone)
             else:
                 self._schedule.requeue(order.unit)
         worker.orders.clear()

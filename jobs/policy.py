@@ -124,7 +124,10 @@ MAX_BLIND_FAILURES: Final = 3
 """A unit that failed so often one by one without any prompt to blame is given up whole."""
 
 SAME_ERROR_UNITS: Final = 3
-"""So many different units failing alike before anything was ever committed stop the run."""
+"""So many different units failing alike before anything was ever committed stop the run; of two
+units it takes `SAME_ERROR_FAILURES` failures, since each is tried again before a third one is."""
+
+SAME_ERROR_FAILURES: Final = 4
 
 SAME_START_ERRORS: Final = 3
 """So many starts in a row failing before any worker ever started stop the run."""
@@ -160,23 +163,27 @@ class SameErrorGuard:
 
     worked: bool = False
     failed_units: dict[int, str] = field(default_factory=dict)
+    failures: int = 0
     failed_starts: int = 0
 
     def success(self) -> None:
         """A unit was committed."""
         self.worked = True
         self.failed_units.clear()
+        self.failures = 0
 
     def started(self) -> None:
         """A worker started."""
         self.failed_starts = 0
 
     def unit_failed(self, unit: int, error: str) -> bool:
-        """Note a failure; return whether the run should stop."""
+        """Note a failure that is surely the unit's own; return whether the run should stop."""
         if self.worked:
             return False
         self.failed_units[unit] = signature(error)
-        enough = len(self.failed_units) >= SAME_ERROR_UNITS
+        self.failures += 1
+        units = len(self.failed_units)
+        enough = units >= SAME_ERROR_UNITS or (units > 1 and self.failures >= SAME_ERROR_FAILURES)
         return enough and len(set(self.failed_units.values())) == 1
 
     def start_failed(self) -> bool:

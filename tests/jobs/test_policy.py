@@ -83,7 +83,11 @@ def test_equal_errors_are_told_whatever_their_numbers() -> None:
 
 def test_the_same_error_stops_a_run_only_before_anything_worked() -> None:
     guard = SameErrorGuard()
-    assert [guard.unit_failed(unit, "E: bad 1") for unit in (1, 1, 2, 3)] == [False] * 3 + [True]
+    assert [guard.unit_failed(unit, "E: bad 1") for unit in (1, 2, 3)] == [False, False, True]
+    guard = SameErrorGuard()
+    assert [guard.unit_failed(unit, "E: bad 1") for unit in (1, 2, 1, 2)] == [False] * 3 + [True]
+    guard = SameErrorGuard()
+    assert not any(guard.unit_failed(1, "E: bad 1") for _ in range(9))
     guard = SameErrorGuard()
     assert not any(guard.unit_failed(unit, f"E: {'abc'[unit]}") for unit in range(3))
     guard = SameErrorGuard()

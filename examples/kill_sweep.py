@@ -1,0 +1,139 @@
+"""Run examples/sweep.yaml and kill a process of it at random, five times; then check everything.
+
+    python examples/kill_sweep.py [--kills 5] [--seed 0]
+
+Victims: a worker, a tensor-parallel rank, or the driver itself (which is then simply started
+again). At the end every prompt must be stored once, every byte must match its checksum, and z must
+be what the stored pattern and v say it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from capture.checkpoints.tiny import tiny_qwen3
+from store import open_run
+from store.objects.open import open_store
+from store.verify import verify_run
+
+CONFIG = "examples/sweep.yaml"
+OUTPUT = Path("sweep-run")
+PROMPTS = Path(".cache/sweep")
+MODEL = Path(".cache/models/tiny-qwen3")
+WORDS = "the heads of a layer look back at what came before and choose what to carry"
+AGAIN = (75, -signal.SIGKILL)
+
+
+def prepare(num_prompts: int) -> None:
+    """Make the model and gzipped prompt files, and remove what an earlier sweep left."""
+    tiny_qwen3(MODEL)
+    shutil.rmtree(OUTPUT, ignore_errors=True)
+    shutil.rmtree(PROMPTS, ignore_errors=True)
+    PROMPTS.mkdir(parents=True)
+    words = WORDS.split()
+    chosen = random.Random(1)
+    for part in range(4):
+        with gzip.open(PROMPTS / f"prompts-{part}.jsonl.gz", "wt") as stream:
+            for number in range(num_prompts // 4):
+                text = " ".join(chosen.choices(words, k=chosen.randint(3, 60)))
+                record = {"id": f"sweep-{part}-{number}", "text": text, "part": part}
+                stream.write(json.dumps(record) + "\n")
+
+
+def committed() -> int:
+    return sum(1 for _ in OUTPUT.glob("commits/*/*.json"))
+
+
+def victims(driver: int) -> dict[str, list[int]]:
+    """Process ids by kind: workers are Ray actors, ranks are their engines' children."""
+    found: dict[str, list[int]] = {"driver": [driver], "worker": [], "rank": []}
+    for process in psutil.Process(driver).children(recursive=True):
+        try:
+            name = " ".join(process.cmdline())
+            if "ray::CaptureWorker" in name:
+                found["worker"].append(process.pid)
+                found["rank"] += [
+                    child.pid
+                    for child in process.children()
+                    if "spawn_main" in " ".join(child.cmdline()) or "VLLM" in child.name()
+                ]
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def sweep(kills: int, seed: int) -> Counter[str]:
+    """Run the sweep to its end, striking as it goes; return what was killed."""
+    chosen, killed = random.Random(seed), Counter()
+    command = [sys.executable, "-m", "jobs.cli", "run", CONFIG]
+    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    while True:
+        driver = subprocess.Popen(command, env=environment)
+        struck_at = committed()
+        while driver.poll() is None:
+            time.sleep(0.2)
+            # Strike once the run has got on a little, so that every kill meets work in flight.
+            if sum(killed.values()) < kills and committed() >= struck_at + chosen.randint(2, 4):
+                kind = chosen.choice(["worker", "rank", "driver"])
+                pids = victims(driver.pid)[kind]
+                if pids:
+                    print(f"== kill -9 a {kind}, with {committed()} units committed", flush=True)
+                    os.kill(chosen.choice(pids), signal.SIGKILL)
+                    killed[kind] += 1
+                    struck_at = committed()
+        if driver.returncode not in AGAIN:
+            if driver.returncode:
+                sys.exit(f"the sweep ended with {driver.returncode}")
+            return killed
+        print(f"== the driver ended with {driver.returncode}: running again", flush=True)
+
+
+def check(num_prompts: int) -> None:
+    report = verify_run(open_store(str(OUTPUT)), deep=True)
+    if not report.ok:
+        sys.exit(f"damaged: {report.problems[:5]}")
+    run = open_run(str(OUTPUT))
+    statuses = Counter(run.prompts["status"].to_pylist())
+    ids = run.prompts["prompt_id"].to_pylist()
+    if statuses != {"stored": num_prompts} or len(set(ids)) != num_prompts:
+        sys.exit(f"not every prompt is stored once: {statuses}")
+    for prompt in random.Random(2).sample(ids, 20):
+        pattern = run.pattern(prompt=prompt, layer=1, head=5).values
+        v = run.read("v", prompt=prompt, layer=1, head=1).values
+        z = run.read("z", prompt=prompt, layer=1, head=5).values
+        np.testing.assert_allclose(z, pattern @ v, atol=1e-4)
+    print(f"== {num_prompts} prompts stored once, {report.objects} objects checked byte by byte")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--prompts", type=int, default=1600)
+    options = parser.parse_args()
+    prepare(options.prompts)
+    started = time.monotonic()
+    killed = sweep(options.kills, options.seed)
+    check(options.prompts)
+    if sum(killed.values()) < options.kills:
+        sys.exit(f"only {sum(killed.values())} kills met a running sweep")
+    seconds = time.monotonic() - started
+    print(f"== killed {dict(killed)}, {seconds:.0f} s in all: complete and bit-checked")
+
+
+if __name__ == "__main__":
+    main()
