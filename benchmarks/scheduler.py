@@ -26,7 +26,8 @@ import numpy as np
 
 from capture.settings import EngineFacts, UnitResult, UnitStatus
 from jobs.config_file import parse_config
-from jobs.dispatch import Dispatcher, DispatchLimits
+from jobs.dispatch import Dispatcher
+from jobs.fleet import DispatchLimits
 from jobs.messages import (
     LossCause,
     Lost,

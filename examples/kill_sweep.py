@@ -78,7 +78,8 @@ def victims(driver: int) -> dict[str, list[int]]:
 
 def sweep(kills: int, seed: int) -> Counter[str]:
     """Run the sweep to its end, striking as it goes; return what was killed."""
-    chosen, killed = random.Random(seed), Counter()
+    chosen = random.Random(seed)
+    killed: Counter[str] = Counter()
     command = [sys.executable, "-m", "jobs.cli", "run", CONFIG]
     environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
     while True:

@@ -11,17 +11,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from capture.settings import UnitResult
 from jobs.config import RunConfig
-from jobs.dispatch import Dispatcher, DispatchLimits, Phase
+from jobs.dispatch import Dispatcher
 from jobs.dry_run import check_quota
 from jobs.errors import ExitCode, RunInterrupted, RunStopped
 from jobs.event_log import EventLog
+from jobs.fleet import DispatchLimits, Phase
 from jobs.messages import WorkerFacts, WorkerSpec
 from jobs.metrics import RunMetrics
 from jobs.owner import RunOwner
@@ -108,8 +109,11 @@ def run(
         log.run_id = prepared.manifest.run_id
         check_quota(objects, config, prepared)
         _capture(objects, config, prepared, damaged, owner, options, log, view)
+    except StoreError as error:
+        raise RunInterrupted(f"the store failed under the driver: {error}") from error
     finally:
-        owner.release()
+        with suppress(StoreError):  # Without a goodbye the next driver only waits a little.
+            owner.release()
     return RunOutcome(read_status(objects), prepared.manifest.run_id)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from capture.settings import EngineFacts, UnitResult, UnitStatus
-from jobs.dispatch import Dispatcher, DispatchLimits
+from jobs.dispatch import Dispatcher
+from jobs.fleet import DispatchLimits
 from jobs.messages import (
     LossCause,
     Lost,
