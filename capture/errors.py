@@ -29,3 +29,7 @@ class RowsMissing(CaptureError, RuntimeError):
 
 class CaptureStalled(CaptureError, TimeoutError):
     """Staged rows were not written away in time."""
+
+
+class UnsupportedOption(CaptureError, ValueError):
+    """An engine option under which stored rows would not be right."""

@@ -25,6 +25,7 @@ from jobs.event_log import EventLog
 from jobs.fleet import DispatchLimits, Phase
 from jobs.messages import WorkerFacts, WorkerSpec
 from jobs.metrics import RunMetrics
+from jobs.model_identity import check_supported
 from jobs.owner import RunOwner
 from jobs.policy import Event
 from jobs.prepare import (
@@ -124,6 +125,7 @@ def _prepare(
     options: RunOptions,
     log: EventLog,
 ) -> PreparedRun:
+    check_supported(config.model, config.engine_settings())
     if found is None:
         log("planning", source=config.prompts.source)
         run = create_run(objects, config)

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from capture.errors import UnsupportedModel, UnsupportedOption
+from capture.refusals import refuse_model, refuse_options
+from capture.settings import EngineSettings
 from jobs.config import ModelConfig
 from jobs.errors import ConfigError
 
@@ -53,6 +56,15 @@ def vocabulary_size(model: ModelConfig) -> int | None:
         if found.get("vocab_size"):
             return int(found["vocab_size"])
     return None
+
+
+def check_supported(model: ModelConfig, engine: EngineSettings) -> None:
+    """Raise `ConfigError` for a model or engine options whose rows could not be right."""
+    try:
+        refuse_options(engine)
+        refuse_model(_text_configs(model)[-1], model.path)
+    except (UnsupportedModel, UnsupportedOption) as error:
+        raise ConfigError(str(error)) from error
 
 
 def fingerprint(model: ModelConfig) -> str:

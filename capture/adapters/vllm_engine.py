@@ -18,6 +18,7 @@ import numpy as np
 from capture.adapters.contract import check_contract
 from capture.adapters.vllm_runner import EXTRA_ARG
 from capture.errors import PromptRefused
+from capture.refusals import refuse_model, refuse_options
 from capture.settings import CaptureSettings, EngineSettings
 
 WORKER_CLASS = "capture.adapters.vllm_worker.CaptureWorker"
@@ -110,7 +111,9 @@ class StepEngine:
 
 def start_engine(settings: EngineSettings, capture: CaptureSettings | None) -> StepEngine:
     """Start an engine; `capture` None starts a plain one, for comparison."""
+    refuse_options(settings)
     set_environment(settings)
+    refuse_model(model_config(settings), settings.model)
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -122,6 +125,14 @@ def start_engine(settings: EngineSettings, capture: CaptureSettings | None) -> S
     check_contract()
     VLLM._WORKER_CLS = WORKER_CLASS
     return StepEngine(VLLM(settings.model, dispatch=True, **engine_arguments(settings, capture)))
+
+
+def model_config(settings: EngineSettings) -> dict[str, Any]:
+    """Return the model's own config as plain values."""
+    from transformers import PretrainedConfig
+
+    found, _ = PretrainedConfig.get_config_dict(settings.model, revision=settings.revision)
+    return dict(found)
 
 
 def engine_arguments(settings: EngineSettings, capture: CaptureSettings | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from jobs.config import RunConfig
 from jobs.driver import RunOptions, RunOutcome
 from jobs.driver import run as run_job
-from jobs.errors import ExitCode, QuotaExceeded, RunInterrupted, RunStopped
+from jobs.errors import ConfigError, ExitCode, QuotaExceeded, RunInterrupted, RunStopped
 from jobs.event_log import EventLog
 from jobs.listing import prompt_rows
 from jobs.progress import progress_view
@@ -222,6 +223,36 @@ def test_a_quota_that_cannot_hold_the_run_refuses_it_before_any_worker(
     with pytest.raises(QuotaExceeded, match="Raise max_bytes"):
         drive(make_config(write_prompts(TEXTS), max_bytes=10_000))
     assert not drive.events("worker asked for")
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "text"),
+    [
+        ({"model_type": "mamba"}, {}, "state-space"),
+        ({}, {"pipeline_parallel_size": 2}, r"engine\.options\.pipeline_parallel_size"),
+    ],
+    ids=["model", "option"],
+)
+def test_a_model_or_option_of_unfaithful_rows_is_refused_before_anything_is_written(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    tmp_path: Path,
+    word_model: Path,
+    model: dict[str, str],
+    options: dict[str, int],
+    text: str,
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(word_model, folder)
+    body = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**body, **model}))
+    config = make_config(
+        write_prompts(TEXTS), model={"path": str(folder)}, engine={"options": options}
+    )
+    with pytest.raises(ConfigError, match=text):
+        drive(config)
+    assert not Path(config.output, "run.json").exists()
 
 
 def test_a_quota_reached_on_the_way_ends_the_run_cleanly(

@@ -1,0 +1,126 @@
+"""Models and options of unfaithful rows are refused by name before an engine starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from capture.checkpoints.families import FAMILIES
+from capture.errors import UnsupportedModel, UnsupportedOption
+from capture.refusals import refuse_model, refuse_options
+from capture.settings import CaptureSettings, EngineSettings, StoreLocation
+
+REFUSED = {
+    "mla": ({"model_type": "deepseek_v3", "kv_lora_rank": 512}, "multi-head latent attention"),
+    "mla inside": (
+        {"model_type": "some_vlm", "text_config": {"model_type": "x", "kv_lora_rank": 64}},
+        "kv_lora_rank 64",
+    ),
+    "mamba": ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "state-space"),
+    "mamba2": ({"model_type": "mamba2"}, "state-space"),
+    "rwkv": ({"model_type": "rwkv"}, "state-space"),
+    "jamba": ({"model_type": "jamba", "attn_layer_period": 8}, "attn_layer_period 8"),
+    "qwen3-next": (
+        {
+            "model_type": "qwen3_next",
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+        },
+        r"mixes attention with linear_attention layers \(attention is only in layers \[2\]\)",
+    ),
+    "granite hybrid": (
+        {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
+        "mamba layers",
+    ),
+    "nemotron": ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"}, "state-space"),
+    "bert": ({"model_type": "bert", "architectures": ["BertModel"]}, "encoder-only"),
+    "masked": ({"model_type": "esm", "architectures": ["EsmForMaskedLM"]}, "encoder-only"),
+    "bidirectional": (
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        "encoder-only",
+    ),
+    "t5": ({"model_type": "t5", "is_encoder_decoder": True}, "cross-attention"),
+    "mllama": (
+        {"model_type": "mllama", "text_config": {"cross_attention_layers": [3]}},
+        "cross-attention",
+    ),
+    "gemma3n": (
+        {"model_type": "gemma3n", "text_config": {"num_kv_shared_layers": 15}},
+        "last 15 layers use the keys and values of earlier",
+    ),
+    "llama4": (
+        {"model_type": "llama4", "text_config": {"attention_chunk_size": 8192}},
+        "chunked",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_of_another_attention_is_refused_by_name(name: str) -> None:
+    config, text = REFUSED[name]
+    with pytest.raises(UnsupportedModel, match=text) as caught:
+        refuse_model(config, "the/model")
+    assert "the/model" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_captured_families_are_not_refused(family: str) -> None:
+    refuse_model({"model_type": family, **FAMILIES[family]}, family)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
+        {"model_type": "granitemoehybrid", "layer_types": ["attention"], "mamba_d_state": 128},
+        {"model_type": "deepseek", "kv_lora_rank": None},
+    ],
+)
+def test_mixed_windows_and_switched_off_parts_are_not_refused(config: dict) -> None:
+    refuse_model(config, "the/model")
+
+
+OPTIONS = [
+    ("pipeline_parallel_size", 2),
+    ("data_parallel_size", 2),
+    ("decode_context_parallel_size", 2),
+    ("enable_prefix_caching", True),
+    ("async_scheduling", True),
+    ("speculative_config", {"model": "draft"}),
+    ("enforce_eager", False),
+    ("kv_cache_dtype", "fp8"),
+    ("worker_cls", "other.Worker"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OPTIONS, ids=[name for name, _ in OPTIONS])
+def test_an_option_that_would_lose_rows_is_refused(name: str, value: object) -> None:
+    with pytest.raises(UnsupportedOption, match=rf"engine\.options\.{name}"):
+        refuse_options(EngineSettings(model="m", options={name: value}))
+
+
+def test_harmless_options_pass() -> None:
+    harmless = {
+        "pipeline_parallel_size": 1,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "kv_cache_dtype": "bfloat16",
+        "block_size": 32,
+    }
+    refuse_options(EngineSettings(model="m", options=harmless))
+
+
+def test_the_engine_refuses_before_it_loads_anything(tmp_path: Path) -> None:
+    from capture.engine import CaptureEngine
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    location = StoreLocation(str(tmp_path / "run"))
+    for body, options, error in [
+        ({"model_type": "mamba"}, {}, UnsupportedModel),
+        ({"model_type": "llama"}, {"pipeline_parallel_size": 2}, UnsupportedOption),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps(body))
+        settings = EngineSettings(model=str(tmp_path), options=options)
+        with pytest.raises(error):
+            CaptureEngine.start(settings, CaptureSettings(), location, "ab" * 8)
