@@ -16,7 +16,7 @@ import pyarrow as pa
 import xarray as xr
 from numpy.typing import DTypeLike, NDArray
 
-from store import keys, rebuild, run_card
+from store import keys, rebuild, run_card, stored_pattern, weights
 from store.across_prompts import AcrossPrompts
 from store.array_reader import ArrayReader, ReadOptions
 from store.errors import ObjectNotFound, RunError, RunNotFound, SiteNotFound
@@ -89,6 +89,7 @@ class Run(AcrossPrompts):
         self._arrays = UnitArrays(self._reader)
         self._model: RunModel | None = None
         self._prompts: pa.Table | None = None
+        self._projections: dict[int, NDArray[Any]] = {}
 
     @property
     def url(self) -> str:
@@ -230,6 +231,23 @@ class Run(AcrossPrompts):
         """Return attention scores before the softmax, as `pattern` does; masked ones are -inf."""
         return self._attention("scores", prompt, (layer, head, query, key), by_place)
 
+    def contribution(
+        self, prompt: Prompt, layer: int, head: Choice = None, pos: Choice = None
+    ) -> xr.DataArray:
+        """Return what heads add to the residual stream, float32, dims `(head) pos d_model`.
+
+        It is z through the head's slice of W_O; over all heads it sums to the attention output
+        without W_O's bias. Raises `SiteNotFound` where the run holds no W_O, or where its z is not
+        W_O's input, besides what `read` raises.
+        """
+        array = self._prompt_array(prompt, Site.Z)
+        layers, heads, places = array.select(layer, head, pos, by_place=False)
+        w_o_HDM = self._output_projection(int(layers.labels[0]))
+        z_HPD = array.read(layers.indices[:1], heads.indices, places.indices)[0]
+        values = weights.contributions(z_HPD, w_o_HDM[heads.labels])
+        data = label("contribution", values, (heads, places, "d_model"), self._token_axis(array))
+        return data.assign_coords(layer=int(layers.labels[0]))
+
     def explain(
         self,
         site: SiteName,
@@ -248,10 +266,14 @@ class Run(AcrossPrompts):
         layer = _one_layer(named, layer)
         if named.site in REBUILT:
             prompts = [prompt] if isinstance(prompt, (str, int)) else prompt
-            choices = (layer, head, pos, None)
+            parts = [
+                self._attention_parts(named.site, one, (layer, head, pos, None)) for one in prompts
+            ]
             return ReadCost.total(
-                rebuild.cost(named.site, self.model.layers, *self._attention_parts(one, choices))
-                for one in prompts
+                stored_pattern.pattern_cost(arrays[0], picked)
+                if len(arrays) == 1
+                else rebuild.cost(named.site, self.model.layers, arrays[0], arrays[-1], picked)
+                for arrays, picked in parts
             )
         if isinstance(prompt, (str, int)):
             array = self._prompt_array(prompt, named.site)
@@ -309,6 +331,12 @@ class Run(AcrossPrompts):
     def _resolve(self, site: SiteName) -> NamedSite:
         return resolve(site, self.sites or tuple(Site))
 
+    def _output_projection(self, layer: int) -> NDArray[Any]:
+        if layer not in self._projections:
+            projection = weights.read_output_projection(self._objects, layer)
+            self._projections[layer] = projection.w_o_HDM
+        return self._projections[layer]
+
     def _prompt_array(self, prompt: Prompt, site: str) -> PromptArray:
         return self._arrays.of(self._index.stored(prompt), site)
 
@@ -346,25 +374,33 @@ class Run(AcrossPrompts):
         by_place: bool,
     ) -> xr.DataArray:
         self._resolve(kind)
-        rot_q, rot_k, picked = self._attention_parts(prompt, choices, by_place=by_place)
-        values = rebuild.attention(kind, self.model.layers, rot_q, rot_k, picked)
-        return label(kind, values, picked, self._token_axis(rot_q))
+        arrays, picked = self._attention_parts(kind, prompt, choices, by_place=by_place)
+        if len(arrays) == 1:
+            values = stored_pattern.read_pattern(arrays[0], picked)
+        else:
+            values = rebuild.attention(kind, self.model.layers, arrays[0], arrays[-1], picked)
+        return label(kind, values, picked, self._token_axis(arrays[0]))
 
     def _attention_parts(
         self,
+        kind: str,
         prompt: Prompt,
         choices: tuple[Choice, Choice, Choice, Choice],
         *,
         by_place: bool = False,
-    ) -> tuple[PromptArray, PromptArray, tuple[AxisSelection, ...]]:
+    ) -> tuple[list[PromptArray], tuple[AxisSelection, ...]]:
+        """Return the stored pattern's array, or those of rot_q and rot_k, and the picked axes."""
         layer, head, query, key = choices
-        rot_q, rot_k = (self._prompt_array(prompt, site) for site in ("rot_q", "rot_k"))
+        stored = self._index.stored(prompt)
+        as_stored = kind == Site.PATTERN and self._arrays.stores_pattern(stored)
+        sites = (Site.PATTERN,) if as_stored else (Site.ROT_Q, Site.ROT_K)
+        arrays = [self._arrays.of(stored, site) for site in sites]
         picked = (
-            *rot_q.select(layer, head, None, by_place=by_place)[:2],
-            select("query_pos", rot_q.positions, query, by_place=by_place),
-            select("key_pos", rot_k.positions, key, by_place=by_place),
+            *arrays[0].select(layer, head, None, by_place=by_place)[:2],
+            select("query_pos", arrays[0].positions, query, by_place=by_place),
+            select("key_pos", arrays[-1].positions, key, by_place=by_place),
         )
-        return rot_q, rot_k, picked
+        return arrays, picked
 
 
 def _one_layer(named: NamedSite, layer: Choice) -> Choice:

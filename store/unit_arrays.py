@@ -18,6 +18,7 @@ from store import keys
 from store.array_reader import ArrayReader
 from store.errors import SiteNotFound
 from store.explain import ReadCost
+from store.packed_pattern import entry_offsets
 from store.read_plan import ChunkLayout
 from store.run_format import Commit, Site
 from store.run_index import StoredPrompt
@@ -81,7 +82,7 @@ class PromptArray:
         )
 
     def read(self, layers: Indices, heads: Indices, places: Indices) -> NDArray[Any]:
-        """Return values [L, H, P, D]; `places` count from the prompt's first row."""
+        """Return values [L, H, P, D]; `places` count from the prompt's first row (or entry)."""
         return self.reader.read(self.prefix, self.layout, layers, heads, places + self.first_row)
 
     def cost(self, layers: Indices, heads: Indices, places: Indices) -> ReadCost:
@@ -101,16 +102,24 @@ class UnitArrays:
         """Return the prompt's rows of a site. Raises `SiteNotFound` if its unit lacks the site."""
         commit = stored.commit
         prefix = keys.attempt_prefix(commit.unit, commit.attempt)
+        layout = self._layout(prefix, commit, site)
+        first_row = stored.first_row
+        if layout.record.is_packed:
+            first_row = int(entry_offsets(commit.prompts)[stored.place.place])
         return PromptArray(
             prompt_id=stored.place.prompt_id,
             row=stored.place.row,
             site=site,
             prefix=prefix,
-            layout=self._layout(prefix, commit, site),
-            first_row=stored.first_row,
+            layout=layout,
+            first_row=first_row,
             positions=stored.positions,
             reader=self._reader,
         )
+
+    def stores_pattern(self, stored: StoredPrompt) -> bool:
+        """Whether the prompt's unit holds its patterns, so that they need no rebuilding."""
+        return any(array.site == Site.PATTERN for array in stored.commit.arrays)
 
     def _layout(self, prefix: str, commit: Commit, site: str) -> ChunkLayout:
         with self._lock:
