@@ -45,7 +45,7 @@ def draw_pattern(pattern: xr.DataArray, path: str | Path, *, model: str) -> Path
     """Write a PNG of a pattern with dims (query_pos, key_pos) and return its path.
 
     `pattern` is `run.pattern(prompt, layer, head)`: its coordinates give title and labels. Up to
-    64 tokens each row and column is labelled, above that every n-th. Raises `ValueError` for other
+    64 tokens each row and column is labelled, above that every n-th. `model` is a name or a path. Raises `ValueError` for other
     dimensions.
     """
     if pattern.dims != ("query_pos", "key_pos"):
@@ -61,7 +61,7 @@ def draw_pattern(pattern: xr.DataArray, path: str | Path, *, model: str) -> Path
         for name in ("query_token", "key_token")
     )
     title = (
-        f"{model}   layer {int(pattern['layer'])}   head {int(pattern['head'])}\n"
+        f"{_short(model)}   layer {int(pattern['layer'])}   head {int(pattern['head'])}\n"
         f"prompt {_drawable(str(pattern['prompt'].item()))}"
     )
     with mpl.rc_context({"font.family": _families(), "svg.fonttype": "none"}):
@@ -145,6 +145,12 @@ def _figure(
     bar.ax.tick_params(labelsize=7.5, length=2)
     bar.outline.set_visible(False)
     return figure
+
+
+def _short(model: str) -> str:
+    """Return a hub name as it is, and the last part of a path: folders say nothing of a model."""
+    is_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    return _drawable(model.rstrip("/").rsplit("/", 1)[-1] if is_path else model)
 
 
 def _drawable(text: str) -> str:

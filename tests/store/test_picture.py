@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 from matplotlib.image import imread
 
-from store.picture import MAX_LABELS, draw_pattern, tick_places, visible_token
+from store.picture import MAX_LABELS, _short, draw_pattern, tick_places, visible_token
 
 
 def pattern(tokens: list[str]) -> xr.DataArray:
@@ -49,6 +49,12 @@ def test_tokens_are_made_visible() -> None:
     assert visible_token("") == "∅"
     assert visible_token("\x07") == "‹7›"
     assert len(visible_token("x" * 50)) == 14
+
+
+def test_a_model_that_is_a_path_is_called_by_its_last_part() -> None:
+    assert _short("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
+    assert _short(".cache/models/smollm2-135m") == "smollm2-135m"
+    assert _short("/data/m/") == "m"
 
 
 def test_ticks_are_thinned_above_the_limit() -> None:
