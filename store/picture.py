@@ -45,8 +45,8 @@ def draw_pattern(pattern: xr.DataArray, path: str | Path, *, model: str) -> Path
     """Write a PNG of a pattern with dims (query_pos, key_pos) and return its path.
 
     `pattern` is `run.pattern(prompt, layer, head)`: its coordinates give title and labels. Up to
-    64 tokens each row and column is labelled, above that every n-th. `model` is a name or a path. Raises `ValueError` for other
-    dimensions.
+    64 tokens each row and column is labelled, above that every n-th. `model` is a name or a path.
+    Raises `ValueError` for other dimensions.
     """
     if pattern.dims != ("query_pos", "key_pos"):
         raise ValueError(

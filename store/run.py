@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 from store import keys, rebuild, run_card, stored_pattern, weights
 from store.across_prompts import AcrossPrompts
 from store.array_reader import ArrayReader, ReadOptions
+from store.chunk_cache import CacheStatistics
 from store.errors import ObjectNotFound, RunError, RunNotFound, SiteNotFound
 from store.explain import ReadCost
 from store.labelled import TokenAxis, label
@@ -294,6 +295,10 @@ class Run(AcrossPrompts):
         from store.activation_cache import PromptCache
 
         return PromptCache(self, prompt, batch_dim=batch_dim, dtype=dtype)
+
+    def cache_statistics(self) -> CacheStatistics:
+        """Return what the chunk cache of this open run holds, and how often it answered."""
+        return self._reader.cache.statistics()
 
     def summary(self) -> dict[str, Any]:
         """Return the run in one flat row: model, dtype, sites, layers, prompts, stored, bytes."""
