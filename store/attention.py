@@ -62,8 +62,8 @@ def scores(
     columns = np.arange(len(rot_k.positions)) if keys is None else keys
     out_NQK = np.empty((len(rot_q.heads), len(rot_q.positions), len(columns)), np.float32)
     kept = HeadRows(rot_k.values[:, columns], rot_k.heads, rot_k.positions[columns])
-    for place, rows, tile_QK in _score_tiles(semantics, rot_q, kept):
-        out_NQK[place, rows] = tile_QK
+    for places, rows, tile_NQK in _score_tiles(semantics, rot_q, kept):
+        out_NQK[places, rows] = tile_NQK
     return out_NQK
 
 
@@ -80,74 +80,86 @@ def pattern(
     columns = slice(None) if keys is None else keys
     num_columns = len(rot_k.positions) if keys is None else len(keys)
     out_NQK = np.empty((len(rot_q.heads), len(rot_q.positions), num_columns), np.float32)
-    for place, rows, tile_QK in _score_tiles(semantics, rot_q, rot_k):
-        sink = None if semantics.sinks is None else semantics.sinks[rot_q.heads[place]]
-        _softmax_in_place(tile_QK, sink)
-        out_NQK[place, rows] = tile_QK[:, columns]
+    for places, rows, tile_NQK in _score_tiles(semantics, rot_q, rot_k):
+        sinks = None if semantics.sinks is None else _by_head(semantics.sinks, rot_q.heads, places)
+        _softmax_in_place(tile_NQK, sinks)
+        out_NQK[places, rows] = tile_NQK[:, :, columns]
     return out_NQK
 
 
 def _score_tiles(
     semantics: LayerSemantics, rot_q: HeadRows, rot_k: HeadRows
-) -> Iterator[tuple[int, slice, Float32]]:
-    """Yield (place of the head, query rows, scores [rows, K]), at most `TILE_BYTES` at a time."""
+) -> Iterator[tuple[list[int], slice, Float32]]:
+    """Yield (places of heads that share keys, query rows, scores [n, rows, K]), tile by tile.
+
+    The heads of one key-value head go through one matrix product; a tile has at most `TILE_BYTES`.
+    """
     place_of_kv_head = {head: place for place, head in enumerate(rot_k.heads)}
-    tile_rows = max(1, TILE_BYTES // (4 * max(1, len(rot_k.positions))))
-    keys_of: dict[int, Float32] = {}
+    sharing: dict[int, list[int]] = {}
     for place, head in enumerate(rot_q.heads):
         kv_head = kv_head_of(semantics, head)
         if kv_head not in place_of_kv_head:
             raise ValueError(
                 f"head {head} reads kv head {kv_head}, but only {list(rot_k.heads)} are given"
             )
-        if kv_head not in keys_of:
-            keys_of = {kv_head: np.asarray(rot_k.values[place_of_kv_head[kv_head]], np.float32)}
-        k_KD = keys_of[kv_head]
+        sharing.setdefault(kv_head, []).append(place)
+    num_keys = len(rot_k.positions)
+    for kv_head, places in sharing.items():
+        k_KD = np.asarray(rot_k.values[place_of_kv_head[kv_head]], np.float32)
+        tile_rows = max(1, TILE_BYTES // (4 * max(1, num_keys) * len(places)))
         for start in range(0, len(rot_q.positions), tile_rows):
             rows = slice(start, start + tile_rows)
-            q_QD = np.asarray(rot_q.values[place, rows], np.float32)
-            yield (
-                place,
-                rows,
-                _tile_scores(semantics, head, q_QD, k_KD, rot_q.positions[rows], rot_k.positions),
+            q_NQD = np.asarray(rot_q.values[places, rows], np.float32)
+            scores_NQK = (q_NQD.reshape(-1, q_NQD.shape[-1]) @ k_KD.T).reshape(
+                *q_NQD.shape[:2], num_keys
             )
+            q_pos = rot_q.positions[rows]
+            slopes = semantics.alibi_slopes
+            slopes_N11 = None if slopes is None else _by_head(slopes, rot_q.heads, places)
+            _finish_scores(semantics, scores_NQK, slopes_N11, q_pos, rot_k.positions)
+            yield places, rows, scores_NQK
 
 
-def _tile_scores(
+def _finish_scores(
     semantics: LayerSemantics,
-    head: int,
-    q_QD: Float32,
-    k_KD: Float32,
+    scores_NQK: Float32,
+    slopes_N11: Float32 | None,
     q_pos: Positions,
     k_pos: Positions,
-) -> Float32:
-    scores_QK = q_QD @ k_KD.T
-    scores_QK *= np.float32(semantics.scale)
+) -> None:
+    """Scale, cap, bias and mask dot products, in place and in that order."""
+    scores_NQK *= np.float32(semantics.scale)
     if semantics.logit_softcap:
         cap = np.float32(semantics.logit_softcap)
-        np.tanh(scores_QK / cap, out=scores_QK)
-        scores_QK *= cap
+        np.tanh(scores_NQK / cap, out=scores_NQK)
+        scores_NQK *= cap
     distance_QK = k_pos[None, :] - q_pos[:, None]
-    if semantics.alibi_slopes is not None:
-        scores_QK += np.float32(semantics.alibi_slopes[head]) * distance_QK.astype(np.float32)
+    if slopes_N11 is not None:
+        scores_NQK += slopes_N11 * distance_QK.astype(np.float32)
     hidden_QK = distance_QK > 0
     if semantics.sliding_window is not None:
         hidden_QK |= distance_QK <= -semantics.sliding_window
-    scores_QK[hidden_QK] = -np.inf
-    return scores_QK
+    np.copyto(scores_NQK, np.float32(-np.inf), where=hidden_QK)
 
 
-def _softmax_in_place(scores_QK: Float32, sink: float | None) -> None:
-    if scores_QK.size == 0:
+def _softmax_in_place(scores_NQK: Float32, sinks_N11: Float32 | None) -> None:
+    if scores_NQK.size == 0:
         return
-    top_Q1 = scores_QK.max(axis=-1, keepdims=True)
-    if sink is not None:
-        np.maximum(top_Q1, np.float32(sink), out=top_Q1)
-    np.exp(scores_QK - top_Q1, out=scores_QK)
-    total_Q1 = scores_QK.sum(axis=-1, keepdims=True)
-    if sink is not None:
-        total_Q1 += np.exp(np.float32(sink) - top_Q1)
-    scores_QK /= total_Q1
+    top_NQ1 = scores_NQK.max(axis=-1, keepdims=True)
+    if sinks_N11 is not None:
+        top_NQ1 = np.maximum(top_NQ1, sinks_N11)
+    scores_NQK -= top_NQ1
+    np.exp(scores_NQK, out=scores_NQK)
+    total_NQ1 = scores_NQK.sum(axis=-1, keepdims=True)
+    if sinks_N11 is not None:
+        total_NQ1 += np.exp(sinks_N11 - top_NQ1)
+    scores_NQK /= total_NQ1
+
+
+def _by_head(values: Sequence[float], heads: Sequence[int], places: Sequence[int]) -> Float32:
+    """Return the values of the heads at these places, ready to meet [N, Q, K]."""
+    picked = [values[heads[place]] for place in places]
+    return np.asarray(picked, np.float32)[:, None, None]
 
 
 def _require_every_key(semantics: LayerSemantics, q_pos: Positions, k_pos: Positions) -> None:
