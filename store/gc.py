@@ -70,14 +70,17 @@ def collect_garbage(objects: ObjectStore, *, delete: bool = False, threads: int 
 
 
 def _lost_attempts(objects: ObjectStore) -> Iterator[Garbage]:
-    # Announcements before commits: a repair that commits in between is then open, never missed.
+    # Data first, then announcements, then commits. A repair is announced before it writes, so an
+    # attempt seen here that may still commit is seen to be announced; and what has committed by the
+    # time its announcement is read is seen to have committed.
+    candidates = [(unit, attempts) for unit, attempts in _attempts(objects) if len(attempts) > 1]
     announced = [keys.parse_repair_mark(info.name) for info in objects.list(keys.REPAIRED)]
     committed = committed_units(objects)
     open_repairs = {
         unit for unit, repair in filter(None, announced) if _repair_of(committed, unit) < repair
     }
-    for unit, attempts in _attempts(objects):
-        if len(attempts) < 2 or unit not in committed or unit in open_repairs:
+    for unit, attempts in candidates:
+        if unit not in committed or unit in open_repairs:
             continue
         kept = read_commit(objects, committed[unit]).attempt
         for attempt, (count, size) in sorted(attempts.items()):

@@ -63,6 +63,23 @@ def test_a_slow_attempt_cannot_commit_what_was_deleted(tmp_path):
     assert verify_run(objects, deep=True).ok
 
 
+def test_a_repair_that_begins_while_gc_looks_keeps_its_data(tmp_path):
+    class Interrupted(LocalStore):
+        """Lets a repair begin and write right before data is listed."""
+
+        def list(self, prefix, *, after=""):
+            if prefix == keys.DATA and not repairs:
+                number = begin_repair(inner, 1)
+                repairs.append(write_unit(inner, SHAPE, samples[1], "again", repair=number))
+            return super().list(prefix, after=after)
+
+    inner, repairs = LocalStore(tmp_path), []
+    samples = write_run(inner, SHAPE, LENGTHS)
+    assert collect_garbage(Interrupted(tmp_path), delete=True).garbage == []
+    assert commit_unit(inner, repairs[0]).won
+    assert verify_run(inner, deep=True).ok
+
+
 def test_an_unreadable_commit_stops_gc(tmp_path):
     objects = LocalStore(tmp_path)
     samples = write_run(objects, SHAPE, LENGTHS)
