@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo lint format test clean
+.PHONY: help install model demo lint format test soak clean
 
 help: ## say what can be made
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,9 @@ format: install ## let ruff format the tree
 
 test: lint model ## lint, then every test that this machine can run
 	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+
+soak: install ## race and kill writers for ten minutes on each back end
+	ATTNSTORE_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/store/test_soak.py $(PYTEST_ARGS)
 
 clean: ## remove what the demo and the tools wrote; .venv and .cache stay
 	rm -rf demo-run demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
