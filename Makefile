@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo lint format test soak clean
+.PHONY: help install model demo lint format test sweep sweeps soak clean
 
 help: ## say what can be made
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -35,6 +35,12 @@ $(MODEL)/complete.json: | $(INSTALLED)
 demo: install model ## capture the example prompts, read a slice, draw a pattern
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh
 
+sweep: install ## run examples/sweep.yaml, kill it five times, check every byte
+	$(BIN)/python examples/kill_sweep.py
+
+sweeps: install ## ten minutes of such sweeps, struck in every way there is
+	$(BIN)/python examples/kill_sweep.py --minutes 10
+
 lint: install ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,4 +57,4 @@ soak: install ## race and kill writers for ten minutes on each back end
 	ATTNSTORE_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/store/test_soak.py $(PYTEST_ARGS)
 
 clean: ## remove what the demo and the tools wrote; .venv and .cache stay
-	rm -rf demo-run demo-out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf demo-run demo-out sweep-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,10 +1,12 @@
-"""Run examples/sweep.yaml and kill a process of it at random, five times; then check everything.
+"""Run examples/sweep.yaml and strike a process of it at random, five times; then check everything.
 
-    python examples/kill_sweep.py [--kills 5] [--seed 0]
+    python examples/kill_sweep.py [--kills 5] [--seed 0] [--minutes 10]
 
-Victims: a worker, a tensor-parallel rank, or the driver itself (which is then simply started
-again). At the end every prompt must be stored once, every byte must match its checksum, and z must
-be what the stored pattern and v say it is.
+Strikes: SIGKILL of a worker, of a tensor-parallel rank, or of the driver itself (which is then
+simply started again); a soak (`--minutes`) repeats the sweep and also stops a rank for good
+(SIGSTOP), ends the driver with SIGTERM, and starts a second driver beside it. At the end of each
+sweep every prompt must be stored once, every byte must match its checksum, and z must be what the
+stored pattern and v say it is.
 """
 
 from __future__ import annotations
@@ -35,6 +37,10 @@ OUTPUT = Path("sweep-run")
 PROMPTS = Path(".cache/sweep")
 MODEL = Path(".cache/models/tiny-qwen3")
 WORDS = "the heads of a layer look back at what came before and choose what to carry"
+KILLS = ("kill a worker", "kill a rank", "kill a driver")
+SOAK = (*KILLS, "hang a rank", "terminate a driver", "second driver")
+COMMAND = [sys.executable, "-m", "jobs.cli", "run", CONFIG]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path.cwd())}
 AGAIN = (75, -signal.SIGKILL)
 
 
@@ -76,30 +82,41 @@ def victims(driver: int) -> dict[str, list[int]]:
     return found
 
 
-def sweep(kills: int, seed: int) -> Counter[str]:
-    """Run the sweep to its end, striking as it goes; return what was killed."""
+def strike(kind: str, driver: int, chosen: random.Random) -> bool:
+    """Do it; return whether there was anybody to do it to."""
+    if kind == "second driver":
+        second = subprocess.run(COMMAND, env=ENVIRONMENT, check=False)
+        if second.returncode not in (0, 75):
+            sys.exit(f"a second driver ended with {second.returncode}")
+        return True
+    verb, _, victim = kind.split()
+    pids = victims(driver)[victim]
+    if not pids:
+        return False
+    signals = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "terminate": signal.SIGTERM}
+    os.kill(chosen.choice(pids), signals[verb])
+    return True
+
+
+def sweep(kills: int, seed: int, kinds: tuple[str, ...]) -> Counter[str]:
+    """Run the sweep to its end, striking as it goes; return how it was struck."""
     chosen = random.Random(seed)
-    killed: Counter[str] = Counter()
-    command = [sys.executable, "-m", "jobs.cli", "run", CONFIG]
-    environment = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+    struck: Counter[str] = Counter()
     while True:
-        driver = subprocess.Popen(command, env=environment)
-        struck_at = committed()
+        driver = subprocess.Popen(COMMAND, env=ENVIRONMENT)
+        since = committed()
         while driver.poll() is None:
             time.sleep(0.2)
-            # Strike once the run has got on a little, so that every kill meets work in flight.
-            if sum(killed.values()) < kills and committed() >= struck_at + chosen.randint(2, 4):
-                kind = chosen.choice(["worker", "rank", "driver"])
-                pids = victims(driver.pid)[kind]
-                if pids:
-                    print(f"== kill -9 a {kind}, with {committed()} units committed", flush=True)
-                    os.kill(chosen.choice(pids), signal.SIGKILL)
-                    killed[kind] += 1
-                    struck_at = committed()
+            # Strike once the run has got on a little, so that it meets work in flight.
+            if sum(struck.values()) < kills and committed() >= since + chosen.randint(2, 4):
+                kind = chosen.choice(kinds)
+                print(f"== {kind}, with {committed()} units committed", flush=True)
+                struck[kind] += strike(kind, driver.pid, chosen)
+                since = committed()
         if driver.returncode not in AGAIN:
             if driver.returncode:
                 sys.exit(f"the sweep ended with {driver.returncode}")
-            return killed
+            return struck
         print(f"== the driver ended with {driver.returncode}: running again", flush=True)
 
 
@@ -125,15 +142,23 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=1600)
+    parser.add_argument("--minutes", type=float, default=0.0)
     options = parser.parse_args()
-    prepare(options.prompts)
     started = time.monotonic()
-    killed = sweep(options.kills, options.seed)
-    check(options.prompts)
-    if sum(killed.values()) < options.kills:
-        sys.exit(f"only {sum(killed.values())} kills met a running sweep")
+    struck: Counter[str] = Counter()
+    sweeps = 0
+    while not sweeps or time.monotonic() - started < 60 * options.minutes:
+        prepare(options.prompts)
+        kinds = SOAK if options.minutes else KILLS
+        met = sweep(options.kills, options.seed + sweeps, kinds)
+        check(options.prompts)
+        if sum(met.values()) < options.kills:
+            sys.exit(f"only {sum(met.values())} strikes met a running sweep")
+        struck += met
+        sweeps += 1
     seconds = time.monotonic() - started
-    print(f"== killed {dict(killed)}, {seconds:.0f} s in all: complete and bit-checked")
+    how = ", ".join(f"{kind}: {count}" for kind, count in sorted(struck.items()))
+    print(f"== {sweeps} sweeps in {seconds:.0f} s ({how}): complete and bit-checked")
 
 
 if __name__ == "__main__":

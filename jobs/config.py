@@ -231,9 +231,9 @@ class RunConfig(Section):
         """Return what `capture.engine` needs to start vLLM."""
         engine, model = self.engine, self.model
         return EngineSettings(
-            model=model.path,
+            model=_local(model.path),
             revision=model.revision,
-            tokenizer=model.tokenizer,
+            tokenizer=None if model.tokenizer is None else _local(model.tokenizer),
             dtype=model.dtype,
             tensor_parallel_size=engine.tensor_parallel_size,
             max_model_len=model.max_model_len,
@@ -263,6 +263,11 @@ class RunConfig(Section):
         """Return where the run lives; local paths absolute, since workers start elsewhere."""
         url = self.output if "://" in self.output else str(Path(self.output).absolute())
         return StoreLocation(url=url, options=dict(self.storage_options))
+
+
+def _local(name: str) -> str:
+    """A folder's absolute path, since workers start elsewhere; a hub name stays as it is."""
+    return str(Path(name).absolute()) if Path(name).is_dir() else name
 
 
 def _frozen_fields(section: BaseModel, prefix: str) -> list[tuple[str, Any]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import yaml
 
 from jobs.config_file import load_config
+from jobs.metrics import GAUGES, STAGES
 from jobs.submit import Submitted, submit
 from tests.jobs.run_process import RunProcess, assert_complete
 from tests.store.s3_servers import S3Server, free_ports, seaweedfs
@@ -116,43 +119,51 @@ def _restart(server: S3Server, pause: float) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture
-def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A cluster of one node that takes jobs; its dashboard's address."""
+def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
+    """A cluster of one node that takes jobs: its dashboard's and its metrics' address."""
     from ray.cluster_utils import Cluster
 
     # Jobs run `python`, as a cluster's image has it: here that is the tests' own.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    (port,) = free_ports(1)
-    head = {"num_cpus": 2, "include_dashboard": True, "dashboard_port": port}
+    port, metrics = free_ports(2)
+    head = {
+        "num_cpus": 2, "include_dashboard": True, "dashboard_port": port,
+        "metrics_export_port": metrics, "_system_config": {"metrics_report_interval_ms": 500},
+    }  # fmt: skip
     made = Cluster(initialize_head=True, head_node_args=head)
     try:
-        yield f"http://{made.webui_url}"
+        yield f"http://{made.webui_url}", f"http://{made.head_node.node_ip_address}:{metrics}"
     finally:
         made.shutdown()
 
 
 def test_submitting_twice_finds_the_job_at_work_and_later_resumes_under_a_new_id(
-    dashboard: str, engine_config: Configs, tmp_path: Path
+    dashboard: tuple[str, str], engine_config: Configs, tmp_path: Path
 ) -> None:
     from ray.job_submission import JobStatus, JobSubmissionClient
 
-    config = load_config(engine_config(TEXTS))
-    first = submit(config, dashboard)
+    address, metrics = dashboard
+    config = load_config(engine_config(TEXTS * 4, capture={"unit_tokens": 128}))
+    first = submit(config, address)
     assert first.created
-    assert submit(config, dashboard) == Submitted(first.submission_id, created=False)
-    client = JobSubmissionClient(dashboard)
+    assert submit(config, address) == Submitted(first.submission_id, created=False)
+    client = JobSubmissionClient(address)
+    exported: set[str] = set()
 
     def ended(submission_id: str) -> JobStatus:
         deadline = time.monotonic() + 150
         while not (status := client.get_job_status(submission_id)).is_terminal():
             assert time.monotonic() < deadline, client.get_job_logs(submission_id)
+            with urllib.request.urlopen(f"{metrics}/metrics", timeout=10) as answer:
+                exported.update(re.findall(r"ray_attnstore_(\w+)\{", answer.read().decode()))
             time.sleep(0.5)
         return status
 
     logs = client.get_job_logs
     assert ended(first.submission_id) is JobStatus.SUCCEEDED, logs(first.submission_id)
     assert_complete(tmp_path / "run")
-    second = submit(config, dashboard)
+    assert {metric.name for metric in (*GAUGES, STAGES)} <= exported
+    second = submit(config, address)
     assert second.created
     assert second.submission_id != first.submission_id
     assert ended(second.submission_id) is JobStatus.SUCCEEDED

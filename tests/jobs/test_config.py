@@ -32,6 +32,17 @@ def test_defaults_and_paths_are_kept_as_given(tmp_path: Path) -> None:
     assert Path(config.location().url).is_absolute()
 
 
+def test_a_model_folder_reaches_the_engine_as_an_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    body = {"output": "x", "prompts": {"source": "p"}}
+    settings = parse_config({**body, "model": "models/tiny"}).engine_settings()
+    assert settings.model == str(tmp_path / "models" / "tiny")
+    assert parse_config({**body, "model": "org/name"}).engine_settings().model == "org/name"
+
+
 def test_a_model_may_be_named_alone() -> None:
     config = parse_config({"output": "x", "prompts": {"source": "p"}, "model": "some/model"})
     assert config.model.path == "some/model"

@@ -13,7 +13,15 @@ import pytest
 from jobs.config import RunConfig
 from jobs.driver import RunOptions, RunOutcome
 from jobs.driver import run as run_job
-from jobs.errors import ConfigError, ExitCode, QuotaExceeded, RunInterrupted, RunStopped
+from jobs.errors import (
+    ConfigError,
+    ExitCode,
+    InputsChanged,
+    QuotaExceeded,
+    RunInterrupted,
+    RunStopped,
+    SourceError,
+)
 from jobs.event_log import EventLog
 from jobs.listing import prompt_rows
 from jobs.progress import progress_view
@@ -268,3 +276,55 @@ def test_a_quota_reached_on_the_way_ends_the_run_cleanly(
     done = read_status(open_store(config.output))
     assert 2 < done.units_committed < 6
     assert len(drive.events("assigned")) == done.units_committed
+
+
+def test_extending_adds_a_segment_once_and_keeps_what_is_stored(
+    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
+) -> None:
+    first = make_config(write_prompts(TEXTS))
+    drive(first)
+    before = {name for name in names(first) if "owners/" not in name}
+    more = [{"id": f"more-{i}", "text": "w7 w8"} for i in range(5)]
+    second = make_config(write_prompts(more, "more.jsonl"))
+    with pytest.raises(InputsChanged, match="--extend"):
+        drive(second)
+    drive(second, extend=True)
+    assert before < set(names(second))
+    assert len(statuses(second)) == 17
+    assert set(statuses(second).values()) == {("stored", None)}
+    after = names(second)
+    drive(second, extend=True)
+    assert [n for n in names(second) if "owners/" not in n] == [
+        n for n in after if "owners/" not in n
+    ]
+    assert drive(first).exit_code is ExitCode.DONE
+
+
+def test_prompts_left_out_by_the_config_count_as_skipped(
+    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
+) -> None:
+    config = make_config(write_prompts(TEXTS), prompts={"skip": ["p3", "p8"]})
+    outcome = drive(config)
+    assert outcome.exit_code is ExitCode.DONE
+    prompts = {"planned": 12, "stored": 10, "failed": 0, "skipped": 2}
+    assert outcome.status.as_json()["prompts"] == prompts
+    assert statuses(config)["p3"] == ("skipped", "skipped: listed in prompts.skip")
+
+
+def test_a_run_killed_while_planning_is_planned_anew(
+    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
+) -> None:
+    repeated = write_prompts([{"id": "a", "text": "w1"}, {"id": "a", "text": "w2"}])
+    with pytest.raises(SourceError, match="'a'"):
+        drive(make_config(repeated))
+    config = make_config(repeated, prompts={"id_column": None})
+    assert drive(config).exit_code is ExitCode.DONE
+    assert set(statuses(config)) == {"p0", "p1"}
+
+
+def test_workers_come_and_go_between_their_bounds(
+    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
+) -> None:
+    config = make_config(write_prompts(TEXTS), workers={"min": 1, "max": 3})
+    assert drive(config).exit_code is ExitCode.DONE
+    assert len(drive.events("worker asked for")) == 3
