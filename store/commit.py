@@ -64,7 +64,7 @@ def commit_unit(objects: ObjectStore, commit: Commit) -> CommitResult:
     try:
         objects.create(key, commit.to_bytes())
     except ObjectExists:
-        holder = read_commit(objects, key).attempt
+        holder = read_commit_leniently(objects, key).attempt
         return CommitResult(won=holder == commit.attempt, attempt=holder)
     except StoreError:
         # The answer may have been lost after the commit took effect: look before giving up.
@@ -80,7 +80,7 @@ def _holder_after_failure(objects: ObjectStore, key: str) -> str | None:
         objects.size(key)
     except StoreError:
         return None
-    return read_commit(objects, key).attempt
+    return read_commit_leniently(objects, key).attempt
 
 
 def committed_units(objects: ObjectStore) -> dict[int, str]:
@@ -120,7 +120,24 @@ def _announce(objects: ObjectStore, unit: int, repair: int) -> None:
 
 
 def read_commit(objects: ObjectStore, key: str) -> Commit:
-    """Read and check the commit of this name. Raises `DamagedObject` if it is gone or damaged."""
+    """Read the commit of this name and check that nothing in it contradicts itself.
+
+    Raises `DamagedObject` if it is gone or damaged, `FormatError` if its rows, sizes or shards do
+    not fit together: then nothing it says may be used.
+    """
+    commit = read_commit_leniently(objects, key)
+    problems = commit_problems(commit)
+    if problems:
+        raise FormatError(
+            f"{key} contradicts itself, {len(problems)} times: "
+            + "; ".join(problems[:_LISTED_PROBLEMS])
+            + "; run `attnstore verify`"
+        )
+    return commit
+
+
+def read_commit_leniently(objects: ObjectStore, key: str) -> Commit:
+    """Read a commit whose members may contradict each other: for totals and for verification."""
     parsed = keys.parse_commit_key(key)
     if parsed is None:
         raise ValueError(f"{key!r} is not the name of a commit")

@@ -53,6 +53,8 @@ class ArrayGeometry:
             raise ValueError(f"heads must divide evenly into shards and groups: {self}")
         if self.shard_tokens % self.chunk_tokens:
             raise ValueError(f"a shard must hold whole token chunks: {self}")
+        if max(self.chunk_bytes, self.index_bytes) > MAX_SHARD_BYTES:
+            raise ValueError(f"chunks or indexes above {MAX_SHARD_BYTES} bytes: {self}")
 
     @classmethod
     def plan(

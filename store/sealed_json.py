@@ -33,8 +33,8 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
             f"{name}: {len(data)} bytes of JSON, more than the {MAX_JSON_BYTES} allowed"
         )
     try:
-        body = json.loads(data)
-    except ValueError as error:
+        body = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
         raise DamagedObject(
             f"{name}: not readable as JSON ({error}); run `attnstore verify`"
         ) from error
@@ -47,6 +47,10 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
             f"{name}: its crc32c says {stated}, its body gives {actual}; run `attnstore verify`"
         )
     return body
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _checksum(body: dict[str, Any]) -> str:

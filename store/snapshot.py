@@ -23,7 +23,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from store import keys
-from store.commit import read_commit
+from store.commit import read_commit_leniently
 from store.errors import CannotList, FormatError, ObjectNotFound, RunError
 from store.objects.protocol import ObjectStore
 from store.parquet_file import read_parquet, write_parquet
@@ -134,7 +134,7 @@ class CommittedUnits:
         """Read the commits that are newer than the snapshot; those read before are kept."""
         missing = [unit for unit, repair in self.newer.items() if self._repair_read(unit) != repair]
         names = [keys.commit_key(unit, self.newer[unit]) for unit in missing]
-        for row in map_(lambda name: UnitRow.of(read_commit(objects, name)), names):
+        for row in map_(lambda name: UnitRow.of(read_commit_leniently(objects, name)), names):
             self.read[row.unit] = row
 
     def table(self) -> dict[str, NDArray[np.int64]]:

@@ -18,7 +18,7 @@ import numpy as np
 from store import keys
 from store.checksum import crc32c, hex_crc32c
 from store.codec import DTYPES, Codec
-from store.commit import commit_problems, committed_units, missing_objects, read_commit
+from store.commit import commit_problems, committed_units, missing_objects, read_commit_leniently
 from store.errors import DamagedObject, FormatError, ObjectNotFound, RunError, StoreError
 from store.objects.protocol import ObjectStore
 from store.plan import read_prompts, read_segments, read_units
@@ -136,7 +136,7 @@ def _check_unit(
 ) -> None:
     report.units += 1
     try:
-        commit = read_commit(objects, key)
+        commit = read_commit_leniently(objects, key)
         prefix = keys.attempt_prefix(commit.unit, commit.attempt)
     except (RunError, StoreError) as error:
         report.add(key, error, unit)
@@ -272,7 +272,7 @@ def _contradictions(objects: ObjectStore, snapshot: CommittedUnits) -> Iterator[
     columns = snapshot.columns
     for place, unit in enumerate(columns["unit"].tolist()):
         try:
-            row = UnitRow.of(read_commit(objects, snapshot.key(unit) or ""))
+            row = UnitRow.of(read_commit_leniently(objects, snapshot.key(unit) or ""))
         except RunError:
             continue
         stated = {name: int(columns[name][place]) for name in COLUMNS}
