@@ -1,9 +1,8 @@
 """Which prompts a run has, which unit holds each, and what became of it.
 
-Knows the plan and the commits; never knows arrays or chunks. The plan is loaded when it is asked
-for, its tokens only a file at a time. Opening costs the newest snapshot and a listing of what came
-after it; a commit is read when a prompt of its unit is asked for. What is committed later is seen
-after `refresh`.
+Knows the plan's tables and the commits; never knows arrays or chunks. Opening costs the newest
+snapshot and a listing of what came after it; a commit is read when a prompt of its unit is asked
+for. What is committed later is seen after `refresh`.
 """
 
 from __future__ import annotations
@@ -23,14 +22,9 @@ from numpy.typing import NDArray
 from store.commit import read_commit
 from store.errors import FormatError, PromptNotFound, PromptNotStored
 from store.objects.protocol import ObjectStore
-from store.plan import (
-    PROMPT_FIELDS,
-    read_prompt_file,
-    read_prompts,
-    read_segments,
-    read_units,
-)
-from store.run_format import Commit, Outcome, PlanManifest
+from store.plan import read_segments
+from store.plan_tables import PlanTables, PromptTokens
+from store.run_format import Commit, Outcome
 from store.snapshot import CommittedUnits, find_committed
 
 Prompt = str | int
@@ -39,10 +33,7 @@ Prompt = str | int
 Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 
 KEPT_COMMITS = 64
-KEPT_TOKEN_TABLES = 4
-KEPT_TOKENS = 256
 SEARCHED_IDS = 20_000
-TOKEN_COLUMNS = ("token_ids", "token_strings")
 PENDING = "pending"
 
 
@@ -84,35 +75,29 @@ class RunIndex:
         self._objects = objects
         self._map = map_
         self._lock = threading.RLock()
-        self._segments = read_segments(objects)
-        self._table: pa.Table | None = None
-        self._token_tables: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
-        self._tokens: OrderedDict[int, tuple[NDArray[np.int32], list[str]]] = OrderedDict()
-        self._units: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
         self._commits: OrderedDict[str, Commit] = OrderedDict()
         self._summaries: dict[str, UnitSummary] = {}
-        self._committed = find_committed(objects)
+        found = map_(lambda find: find(objects), [read_segments, find_committed])
+        self._committed: CommittedUnits = found[1]
+        self._plan = PlanTables(objects, found[0], map_)
 
     def refresh(self) -> None:
         """Look again for plan segments and commits that were added since."""
         segments = read_segments(self._objects)
         committed = find_committed(self._objects)
         with self._lock:
-            if [s.plan_hash for s in segments] != [s.plan_hash for s in self._segments]:
-                self._segments, self._units = segments, None
-                self._table = None
-                self._token_tables.clear()
-                self._tokens.clear()
+            if segments != self._plan.segments:
+                self._plan = PlanTables(self._objects, segments, self._map)
             committed.read = self._committed.read
             self._committed = committed
 
     @property
     def num_prompts(self) -> int:
-        return sum(segment.num_prompts for segment in self._segments)
+        return self._plan.num_prompts
 
     @property
     def num_units(self) -> int:
-        return sum(segment.num_units for segment in self._segments)
+        return self._plan.num_units
 
     @property
     def committed(self) -> list[int]:
@@ -121,45 +106,11 @@ class RunIndex:
 
     def table(self) -> pa.Table:
         """Return the prompts table without its token columns, loaded when first asked for."""
-        with self._lock:
-            if self._table is None:
-                parts = [
-                    read_prompts(self._objects, segment, without=TOKEN_COLUMNS)
-                    for segment in self._segments
-                ]
-                for segment, part in zip(self._segments, parts, strict=True):
-                    _check_rows(segment, part.num_rows)
-                self._table = (
-                    pa.concat_tables(parts, promote_options="permissive")
-                    if parts
-                    else pa.schema(
-                        f for f in PROMPT_FIELDS if f.name not in TOKEN_COLUMNS
-                    ).empty_table()
-                )
-            return self._table
+        return self._plan.prompts()
 
-    def tokens(self, row: int) -> tuple[NDArray[np.int32], list[str]]:
-        """Return a prompt's token ids and strings; loads the plan file that holds them."""
-        with self._lock:
-            kept = self._tokens.get(row)
-            if kept is None:
-                kept = self._tokens[row] = self._load_tokens(row)
-                while len(self._tokens) > KEPT_TOKENS:
-                    self._tokens.popitem(last=False)
-            return kept
-
-    def _load_tokens(self, row: int) -> tuple[NDArray[np.int32], list[str]]:
-        segment, file, within = self._file_of(row)
-        key = (segment.segment, file)
-        with self._lock:
-            table = self._token_tables.pop(key, None)
-            if table is None:
-                table = read_prompt_file(self._objects, segment, file, TOKEN_COLUMNS)
-            self._token_tables[key] = table
-            while len(self._token_tables) > KEPT_TOKEN_TABLES:
-                self._token_tables.popitem(last=False)
-        ids, strings = (table[name][within] for name in TOKEN_COLUMNS)
-        return np.asarray(ids.values, np.int32), strings.as_py()
+    def tokens(self, row: int) -> PromptTokens:
+        """Return a prompt's token ids and strings."""
+        return self._plan.tokens(row)
 
     def locate(self, prompt: Prompt) -> PromptPlace:
         """Return the place of a prompt given by its id or its row in the prompts table.
@@ -168,9 +119,8 @@ class RunIndex:
         """
         row = self._row_of_id(prompt) if isinstance(prompt, str) else self._row_of_number(prompt)
         prompt_id = self.table()["prompt_id"][row].as_py()
-        units, firsts = self._unit_table()
-        at = int(np.searchsorted(firsts, row, side="right")) - 1
-        return PromptPlace(row, prompt_id, int(units[at]), row - int(firsts[at]))
+        (unit,), (place,) = self._plan.units_of(np.asarray([row], np.int64))
+        return PromptPlace(row, prompt_id, int(unit), int(place))
 
     def rows_of(self, prompts: Sequence[Prompt]) -> NDArray[np.int64]:
         """Return the rows of many prompts at once. Raises `PromptNotFound` for an unknown one."""
@@ -188,8 +138,7 @@ class RunIndex:
 
     def units_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the unit of each prompt row."""
-        units, firsts = self._unit_table()
-        return units[np.searchsorted(firsts, rows, side="right") - 1]
+        return self._plan.units_of(rows)[0]
 
     def stored_places(self, unit: int) -> Sequence[int]:
         """Return the first row, on the unit's token axis, of each of its prompts."""
@@ -296,38 +245,6 @@ class RunIndex:
         raise PromptNotFound(
             f"there is no prompt {prompt!r} in the run; nearest: {', '.join(map(repr, near))}; "
             f"run.prompts lists all {self.num_prompts}"
-        )
-
-    def _unit_table(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        with self._lock:
-            if self._units is None:
-                tables = [read_units(self._objects, segment) for segment in self._segments]
-                parts = [t.select(["unit", "first_prompt"]) for t in tables]
-                table = pa.concat_tables(parts).sort_by("first_prompt")
-                unit, first = (
-                    np.asarray(table[name].to_numpy(), np.int64)
-                    for name in ("unit", "first_prompt")
-                )
-                self._units = (unit, first)
-            return self._units
-
-    def _file_of(self, row: int) -> tuple[PlanManifest, int, int]:
-        """Return (segment, place of the file in it, row in the file)."""
-        for segment in self._segments:
-            within = row - segment.first_prompt
-            if within < segment.num_prompts:
-                for place, file in enumerate(segment.prompts):
-                    if within < file.rows:
-                        return segment, place, within
-                    within -= file.rows
-        raise PromptNotFound(f"there is no prompt row {row}; the run has {self.num_prompts}")
-
-
-def _check_rows(segment: PlanManifest, rows: int) -> None:
-    if rows != segment.num_prompts:
-        raise FormatError(
-            f"plan segment {segment.segment} has {rows} prompts, its manifest says "
-            f"{segment.num_prompts}; run `attnstore verify`"
         )
 
 
