@@ -95,6 +95,7 @@ class Bench:
             device_bytes=options.device_bytes,
             slot_bytes=options.slot_bytes,
             writer_threads=options.threads,
+            writer_processes={"auto": None, "thread": False, "process": True}[options.writers],
         )
         started = time.perf_counter()
         scratch = Path(options.run_in[0] if options.run_in else "/tmp") / "attnstore-bench"
@@ -218,8 +219,6 @@ def plain_writers(folder: str, threads: int, total_bytes: int, kept_bytes: int) 
 
 def main() -> None:
     options = _options()
-    if options.switch_interval:
-        sys.setswitchinterval(options.switch_interval)
     bench = Bench(options)
     facts = bench.capture.facts
     print(
@@ -299,7 +298,7 @@ def _options() -> argparse.Namespace:
     add("--slot-bytes", type=int, default=64 << 20)
     add("--threads", type=int, default=2, help="writer threads of each rank")
     add("--writers-bytes", type=int, default=64 << 30, help="most that the plain writers write")
-    add("--switch-interval", type=float, default=0.0, help="sys.setswitchinterval, to compare")
+    add("--writers", choices=("auto", "thread", "process"), default="auto")
     add("--repeats", type=int, default=3)
     add("--json", default="")
     return parser.parse_args()

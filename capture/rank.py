@@ -14,15 +14,17 @@ from typing import Any
 
 import torch
 
-from capture.assembly import Assembly, RankReport, Tap
+from capture.assembly import Assembly, RankReport
 from capture.attention_layers import LocalLayer
 from capture.errors import CaptureError, RowsMissing
 from capture.heads import HeadShare, head_share
+from capture.lanes import Lane, OnAnswer, process_lanes, thread_lanes
 from capture.rows import Span, StepRows, UnitLayout, plan_step
 from capture.settings import CaptureSettings, StoreLocation
-from capture.staging import NUM_DEVICE_SLOTS, Staging, TapShape
+from capture.shard_loop import Tap
+from capture.slabs import TapShape
+from capture.staging import NUM_DEVICE_SLOTS, Staging
 from capture.step_block import LayerReads
-from store.attempt import AttemptWriter
 from store.geometry import ArrayGeometry
 from store.objects.open import open_store
 from store.run_format import Site
@@ -127,15 +129,12 @@ class RankCapture:
             device=device,
             on_slab=self._submit,
         )
-        self._assembly = Assembly(
-            rank, taps, settings.codec, settings.writer_threads, self._reported
-        )
+        self._assembly: Assembly | None = None
         self._reports: list[RankReport] = []
         self._reports_lock = threading.Lock()
         self._step: StepRows | None = None
         self._index: torch.Tensor | None = None
         self._puts = 0
-        self._store: Any = None
         self.timings = {"stall": 0.0, "steps": 0.0, "rows": 0.0}
 
     # -- called by the engine, between steps ------------------------------------------------------
@@ -156,50 +155,77 @@ class RankCapture:
         )
 
     def open(self, location: StoreLocation) -> None:
-        """Say where shards go; must come before the first unit."""
-        self._store = open_store(location.url, location.options)
+        """Say where shards go and start the writers; must come before the first unit."""
+        if self._assembly is not None:
+            self._assembly.close()
+        settings = self.settings
+        in_processes = settings.writer_processes
+        if in_processes is None:
+            in_processes = self.device.type == "cuda"
+
+        def start_lanes(shares: list[dict[int, Tap]], on_answer: OnAnswer) -> list[Lane]:
+            slabs = self._staging.pool.memory
+            if in_processes:
+                return process_lanes(self.rank, shares, settings.codec, location, slabs, on_answer)
+            store = open_store(location.url, location.options)
+            return thread_lanes(self.rank, shares, settings.codec, store, slabs, on_answer)
+
+        self._assembly = Assembly(
+            self.rank,
+            self._taps,
+            settings.writer_threads,
+            self._staging.pool,
+            start_lanes,
+            self._reported,
+        )
 
     def begin_unit(self, layout: UnitLayout) -> None:
         """Accept rows of an attempt from the next step on."""
-        if self._store is None:
-            raise CaptureError("the rank was not told where to store; call open() first")
-        self._assembly.check()
+        self._writers.check()
         item = self.dtype.itemsize
         cuts = {
             site.site.value: site.geometry(len(self.taken), layout.total_rows, item)
             for site in self.sites
         }
-        writer = AttemptWriter(self._store, layout.unit, layout.attempt)
-        self._assembly.open_unit(layout, writer, cuts)
+        self._writers.open_unit(layout, cuts)
 
     def seal_unit(self, key: int) -> None:
         """All rows of the attempt have been computed: report it once they are durable."""
         self._staging.flush()
-        self._assembly.seal_unit(key)
+        self._writers.seal_unit(key)
 
     def drop_unit(self, key: int) -> None:
         """Forget an attempt that will not be committed."""
-        self._assembly.drop_unit(key)
+        self._writers.drop_unit(key)
 
     def fail_unit(self, key: int, reason: str) -> None:
         """Give up an attempt: its rows are still copied, then dropped; its report says `reason`."""
-        self._assembly.fail_unit(key, reason)
+        self._writers.fail_unit(key, reason)
 
     def poll(self) -> list[RankReport]:
         """Return the reports that came since the last call; raise the first error of no unit."""
-        self._assembly.check()
+        self._writers.check()
         with self._reports_lock:
             reports, self._reports = self._reports, []
         return reports
 
     def close(self) -> None:
-        """Stop the writer threads."""
-        self._assembly.close()
+        """Stop the writers."""
+        if self._assembly is not None:
+            self._assembly.close()
+
+    @property
+    def _writers(self) -> Assembly:
+        if self._assembly is None:
+            raise CaptureError("the rank was not told where to store; call open() first")
+        return self._assembly
 
     # -- called by the model runner, around each forward pass -------------------------------------
 
     def begin_step(self, spans: Sequence[Span]) -> bool:
         """Plan the step's rows and wait for room; return whether any row of it is wanted."""
+        if self._assembly is None:
+            return False
         self._assembly.check()
         self._step = step = plan_step(spans, self._assembly.layouts())
         self._puts = 0
@@ -245,10 +271,10 @@ class RankCapture:
             )
         if error is not None:
             for key in {run.unit for run in step.runs}:
-                self._assembly.fail_unit(key, error)
+                self._writers.fail_unit(key, error)
 
     def _submit(self, slab: Any) -> None:
-        self._assembly.submit(slab)
+        self._writers.submit(slab)
 
     def _reported(self, report: RankReport) -> None:
         with self._reports_lock:

@@ -48,6 +48,9 @@ class CaptureSettings:
     """Device ring of each rank, allocated once before vLLM profiles its memory (CUDA only)."""
     slot_bytes: int = 64 << 20
     writer_threads: int = 2
+    """Shard writers of each rank."""
+    writer_processes: bool | None = None
+    """Whether each is a process instead of a thread; None: beside a GPU, not on a CPU."""
     stall_seconds: float = 240.0
     """How long a rank may wait for free slabs before a step; beyond it the engine fails."""
 

@@ -3,13 +3,13 @@
 On a GPU each tensor is copied once on the compute stream into the current *slot* of a
 preallocated device ring, already in the order of a shard's chunks: [head groups, tiles of tokens,
 heads of the group, tokens, head size]. A full slot leaves as one contiguous copy on a side stream
-into a preallocated pinned *slab*, from which whole chunks are written as they lie. Nothing
+into a preallocated page-locked *slab*, from which whole chunks are written as they lie. Nothing
 synchronises and nothing is allocated in the forward pass. On a CPU the slab itself is filled. What
 slabs mean is not known here: a filled slab is handed to `on_slab` with its entries, and comes back
 by `Slab.release`.
 
-The copy moves the widest elements that the strides allow: 16 bytes at a time it runs at the speed of
-a contiguous copy (3.9 TB/s on an H200, counting bytes read and written), as bfloat16 at 1.6 TB/s.
+The copy moves the widest elements that the strides allow: 16 bytes at a time it runs at the speed
+of a contiguous copy (3.9 TB/s on an H200, counting bytes read and written), as bfloat16 at 1.6.
 
 Shape legend: T slab rows of the step, F features (heads * head size), H heads, R staged rows,
 D head size; G head groups, g heads of a group, C tiles, t tokens of a tile.
@@ -17,139 +17,18 @@ D head size; G head groups, g heads of a group, C tiles, t tokens of a tile.
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
-from capture.errors import CaptureStalled
 from capture.rows import Run
+from capture.slabs import Entry, Slab, SlabMemory, SlabPool, TapShape
 
 ALIGNMENT = 256
 NUM_DEVICE_SLOTS = 8
 
-BITS_DTYPE = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _WIDE_DTYPES = (torch.complex128, torch.int64, torch.int32, torch.int16)
-
-
-@dataclass(frozen=True, slots=True)
-class TapShape:
-    """How a tap's rows are staged: heads in groups, tokens in tiles of at most `chunk_tokens`."""
-
-    num_heads: int
-    head_size: int
-    item_bytes: int
-    group_heads: int
-    chunk_tokens: int
-
-    @property
-    def row_bytes(self) -> int:
-        return self.num_heads * self.head_size * self.item_bytes
-
-    def tile_tokens(self, num_rows: int) -> int:
-        """Return the tokens of a tile when `num_rows` rows are staged."""
-        return min(self.chunk_tokens, num_rows)
-
-    def staged_bytes(self, num_rows: int) -> int:
-        """Return the bytes that `num_rows` rows take when staged, the last tile filled up."""
-        tile = self.tile_tokens(num_rows)
-        return -(-num_rows // tile) * tile * self.row_bytes if num_rows else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of one step in a slab, from `offset` bytes."""
-
-    tap: int
-    offset: int
-    shape: TapShape
-    num_rows: int
-    runs: tuple[Run, ...]
-
-    def bits(self, slab: Slab) -> np.ndarray:
-        """Return the values as unsigned integers of their width, [G, C, g, t, D], not copied.
-
-        Staged row r is token r % t of tile r // t; what follows the last row means nothing.
-        """
-        shape, tile = self.shape, self.shape.tile_tokens(self.num_rows)
-        num_bytes = shape.staged_bytes(self.num_rows)
-        flat = slab.bytes[self.offset : self.offset + num_bytes]
-        return flat.view(BITS_DTYPE[shape.item_bytes]).reshape(
-            shape.num_heads // shape.group_heads, -1, shape.group_heads, tile, shape.head_size
-        )
-
-
-@dataclass(slots=True)
-class Slab:
-    """One preallocated piece of host memory and what lies in it."""
-
-    tensor: torch.Tensor
-    bytes: np.ndarray
-    pool: SlabPool
-    event: Any = None
-    entries: list[Entry] = field(default_factory=list)
-    holds: int = 0
-
-    def wait(self) -> None:
-        """Return once the copy into the slab is done; lets other threads run meanwhile."""
-        if self.event is not None:
-            self.event.synchronize()
-
-    def release(self) -> None:
-        """Give back one hold; the last one returns the slab to its pool."""
-        self.pool.release(self)
-
-
-class SlabPool:
-    """A fixed number of slabs, allocated once. Threads return them, the engine thread takes."""
-
-    def __init__(self, num_slabs: int, slab_bytes: int, pinned: bool) -> None:
-        self.num_slabs, self.slab_bytes = num_slabs, slab_bytes
-        self._changed = threading.Condition()
-        self._free: list[Slab] = []
-        for _ in range(num_slabs):
-            tensor = torch.empty(slab_bytes, dtype=torch.uint8, pin_memory=pinned)
-            self._free.append(Slab(tensor, tensor.numpy(), self))
-
-    @property
-    def num_free(self) -> int:
-        with self._changed:
-            return len(self._free)
-
-    def wait_free(self, num_slabs: int, seconds: float) -> float:
-        """Wait until `num_slabs` are free; return the seconds waited. Raises `CaptureStalled`."""
-        started = time.monotonic()
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._free) >= num_slabs, seconds):
-                raise CaptureStalled(
-                    f"{len(self._free)} of {self.num_slabs} host slabs are free after "
-                    f"{seconds:.0f} s, {num_slabs} are needed for the next step: the store takes "
-                    "the rows too slowly or not at all"
-                )
-        return time.monotonic() - started
-
-    def take(self) -> Slab:
-        with self._changed:
-            if not self._free:
-                raise CaptureStalled("no host slab is free inside a forward pass; please report it")
-            slab = self._free.pop()
-        slab.entries, slab.event, slab.holds = [], None, 1
-        return slab
-
-    def hold(self, slab: Slab, count: int) -> None:
-        with self._changed:
-            slab.holds += count
-
-    def release(self, slab: Slab) -> None:
-        with self._changed:
-            slab.holds -= 1
-            if slab.holds == 0:
-                self._free.append(slab)
-                self._changed.notify_all()
 
 
 class Staging:
@@ -167,13 +46,16 @@ class Staging:
         self.slot_bytes = slot_bytes
         self.on_slab = on_slab
         self.cuda = device.type == "cuda"
-        self.pool = SlabPool(num_slabs, slot_bytes, pinned=self.cuda)
+        memory = SlabMemory.allocate(num_slabs, slot_bytes)
+        self.pool = SlabPool(memory)
+        self._host = torch.from_numpy(memory.bytes).view(num_slabs, slot_bytes)
         self.staged_bytes = 0
         self._used = 0
         self._entries: list[Entry] = []
         self._slab: Slab | None = None
         self._slot = 0
         if self.cuda:
+            _pin(self._host)
             self._ring = torch.empty(
                 (num_device_slots, slot_bytes), dtype=torch.uint8, device=device
             )
@@ -237,7 +119,7 @@ class Staging:
             slab = self.pool.take()
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                slab.tensor[: self._used].copy_(
+                self._host[slab.number, : self._used].copy_(
                     self._ring[self._slot, : self._used], non_blocking=True
                 )
                 slab.event = torch.cuda.Event()
@@ -258,7 +140,7 @@ class Staging:
             return self._ring[self._slot]
         if self._slab is None:
             self._slab = self.pool.take()
-        return self._slab.tensor
+        return self._host[self._slab.number]
 
 
 def _widened(x_TF: torch.Tensor, shape: TapShape) -> torch.Tensor:
@@ -274,6 +156,13 @@ def _widened(x_TF: torch.Tensor, shape: TapShape) -> torch.Tensor:
         if dtype.itemsize > item and all(step % dtype.itemsize == 0 for step in steps):
             return x_TF.view(dtype)
     return x_TF
+
+
+def _pin(host: torch.Tensor) -> None:
+    """Page-lock memory that torch did not allocate, so that copies into it run on their own."""
+    code = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)
+    if int(code) != 0 or not host.is_pinned():
+        raise RuntimeError(f"CUDA could not page-lock {host.numel()} bytes of host memory ({code})")
 
 
 def _aligned(num_bytes: int) -> int:

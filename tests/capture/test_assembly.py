@@ -1,6 +1,6 @@
 """The row ledger: whatever arrives in whatever order, a unit is right or reports what is missing.
 
-Rows go through the real staging, the real writer threads and a local store.
+Rows go through the real staging, the real writers (threads and processes) and a local store.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from capture.assembly import Assembly, RankReport, Tap
-from capture.rows import Span, UnitLayout, plan_step
-from capture.staging import Slab, Staging, TapShape
-from store.attempt import AttemptWriter
+from capture.assembly import Assembly, RankReport
+from capture.errors import CaptureStalled
+from capture.lanes import process_lanes, thread_lanes
+from capture.rows import Run, Span, UnitLayout, plan_step
+from capture.settings import StoreLocation
+from capture.shard_loop import Tap
+from capture.slabs import Entry, Slab, TapShape
+from capture.staging import Staging
 from store.codec import Codec
 from store.geometry import ArrayGeometry
 from store.objects.open import open_store
@@ -42,24 +46,35 @@ def geometry(num_tokens: int) -> ArrayGeometry:
 class Rank:
     """Staging and assembly of one rank with two taps, and units of known values."""
 
-    def __init__(self, folder: Path, codec: Codec = Codec.RAW) -> None:
+    def __init__(self, folder: Path, in_processes: bool, codec: Codec = Codec.RAW) -> None:
         self.objects = open_store(str(folder))
         self.reports: queue.Queue[RankReport] = queue.Queue()
         taps = [Tap(site, 0, 0, HEADS * SIZE * 4) for site in SITES]
-        self.assembly = Assembly(0, taps, codec, 2, self.reports.put)
         self.staging = Staging(
             slot_bytes=32 << 10,
             num_slabs=6,
             num_device_slots=2,
             device=torch.device("cpu"),
-            on_slab=self.assembly.submit,
+            on_slab=self._submit,
         )
+        memory = self.staging.pool.memory
+
+        def start_lanes(shares, on_answer):
+            if in_processes:
+                location = StoreLocation(str(folder))
+                return process_lanes(0, shares, codec, location, memory, on_answer)
+            return thread_lanes(0, shares, codec, self.objects, memory, on_answer)
+
+        self.assembly = Assembly(0, taps, 2, self.staging.pool, start_lanes, self.reports.put)
         self.codec = codec
+
+    def _submit(self, slab: Slab) -> None:
+        self.assembly.submit(slab)
 
     def open(self, key: int, lengths: list[int]) -> UnitLayout:
         layout = UnitLayout.plan(key, key, f"a{key}", lengths)
         cuts = {site: geometry(layout.total_rows) for site in SITES}
-        self.assembly.open_unit(layout, AttemptWriter(self.objects, key, f"a{key}"), cuts)
+        self.assembly.open_unit(layout, cuts)
         return layout
 
     def step(self, *spans: Span, shift: float = 0.0, taps: tuple[int, ...] = (0, 1)) -> None:
@@ -76,7 +91,7 @@ class Rank:
     def seal(self, key: int) -> RankReport:
         self.staging.flush()
         self.assembly.seal_unit(key)
-        return self.reports.get(timeout=10)
+        return self.reports.get(timeout=60)
 
     def rows(self, report: RankReport, site: str, num_tokens: int) -> np.ndarray:
         """Return what was stored of a site, [H, T, D]."""
@@ -95,9 +110,9 @@ class Rank:
         return np.concatenate(pieces, axis=1)[:, :num_tokens]
 
 
-@pytest.fixture
-def rank(tmp_path: Path):
-    rank = Rank(tmp_path)
+@pytest.fixture(params=[False, True], ids=["threads", "processes"])
+def rank(tmp_path: Path, request: pytest.FixtureRequest):
+    rank = Rank(tmp_path, request.param)
     yield rank
     rank.assembly.close()
 
@@ -167,20 +182,15 @@ def test_rows_computed_again_never_count_twice(rank: Rank) -> None:
     assert "no row for position 10 of prompt 0" in rank.seal(1).error
 
 
-def test_a_failing_put_fails_its_unit_alone(rank: Rank, monkeypatch) -> None:
+def test_a_failing_put_fails_its_unit_alone(rank: Rank, tmp_path: Path) -> None:
     whole, broken = rank.open(1, [6]), rank.open(2, [6])
-    put = rank.objects.put
-
-    def fails(key: str, parts) -> None:
-        if "/a2/" in key:
-            raise OSError("no space left")
-        put(key, parts)
-
-    monkeypatch.setattr(rank.objects, "put", fails)
+    # A file where the unit's folder should be: no put below it can succeed.
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "00000002").write_text("in the way")
     rank.step(Span(2, 0, 0, 6), Span(1, 0, 0, 6))
     assert_whole(rank, whole, rank.seal(1))
     report = rank.seal(2)
-    assert "no space left" in report.error
+    assert "FileExistsError" in report.error or "NotADirectoryError" in report.error
     assert broken.total_rows == 6
     assert report.objects == ()
 
@@ -196,19 +206,28 @@ def test_rows_of_a_dropped_unit_go_nowhere(rank: Rank) -> None:
 
 
 def test_an_error_of_no_unit_is_raised_at_the_next_check(rank: Rank) -> None:
-    class Unreadable:
-        tap, runs = 0, ()
-
-        def bits(self, slab: Slab) -> np.ndarray:
-            raise ValueError("a slab of another shape")
-
-    slab = rank.staging.pool.take()
-    slab.entries = [Unreadable()]
-    rank.assembly.submit(slab)
     rank.open(1, [6])
+    slab = rank.staging.pool.take()
+    slab.entries = [Entry(0, (32 << 10) - 8, SHAPE, 6, (Run(1, 0, 6, 0),))]
+    rank.assembly.submit(slab)
     assert "no row for position 0" in rank.seal(1).error
-    with pytest.raises(RuntimeError, match="a slab of another shape"):
+    with pytest.raises(RuntimeError, match="cannot reshape"):
         rank.assembly.check()
+    with pytest.raises(CaptureStalled, match="will not become free"):
+        rank.staging.pool.wait_free(6, 60.0)
+
+
+def test_a_writer_process_that_dies_is_noticed(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, in_processes=True)
+    layout = rank.open(1, [6])
+    rank.step(Span(1, 0, 0, 6))
+    assert_whole(rank, layout, rank.seal(1))
+    rank.assembly._lanes[0].process.kill()
+    with pytest.raises(CaptureStalled, match="shard writer process 0 ended"):
+        rank.staging.pool.wait_free(99, 30.0)
+    with pytest.raises(RuntimeError, match="shard writer process 0 ended"):
+        rank.assembly.check()
+    rank.assembly.close()
 
 
 def test_slabs_all_come_back(rank: Rank) -> None:
@@ -216,4 +235,4 @@ def test_slabs_all_come_back(rank: Rank) -> None:
     for start in range(0, 2000, 100):
         rank.step(Span(1, 0, start, 100))
     assert rank.seal(1).error is None
-    assert rank.staging.pool.num_free == rank.staging.pool.num_slabs
+    rank.staging.pool.wait_free(rank.staging.pool.num_slabs, 10.0)

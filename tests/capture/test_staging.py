@@ -8,7 +8,8 @@ import torch
 
 from capture.errors import CaptureStalled
 from capture.rows import Run
-from capture.staging import Slab, SlabPool, Staging, TapShape
+from capture.slabs import Slab, SlabMemory, SlabPool, TapShape
+from capture.staging import Staging
 
 SHAPE = TapShape(num_heads=2, head_size=4, item_bytes=4, group_heads=2, chunk_tokens=8)
 
@@ -28,7 +29,7 @@ def make(slot_bytes: int = 4096, num_slabs: int = 3) -> tuple[Staging, list[Slab
 def rows_of(slab: Slab, number: int = 0) -> np.ndarray:
     """Return an entry's bits as [R, H, D], put together from its groups and tiles."""
     entry = slab.entries[number]
-    bits_GCgtD = entry.bits(slab)
+    bits_GCgtD = entry.bits(slab.bytes)
     heads, size = entry.shape.num_heads, entry.shape.head_size
     bits_RHD = bits_GCgtD.transpose(1, 3, 0, 2, 4).reshape(-1, heads, size)
     return bits_RHD[: entry.num_rows]
@@ -51,7 +52,7 @@ def test_bits_are_kept_in_chunk_order(dtype, index, heads, group, size, offset) 
     staging.put(0, x_TF, shape, rows, len(picked), (Run(0, 0, len(picked), 0),))
     x_TF.zero_()
     staging.flush()
-    bits_GCgtD = slabs[0].entries[0].bits(slabs[0])
+    bits_GCgtD = slabs[0].entries[0].bits(slabs[0].bytes)
     assert bits_GCgtD.shape[0] == heads // group
     assert bits_GCgtD.shape[2:] == (group, min(4, len(picked)), size)
     assert np.array_equal(rows_of(slabs[0]).view(want.dtype), want)
@@ -79,7 +80,7 @@ def test_slabs_needed_is_what_is_taken() -> None:
 
 
 def test_waiting_for_slabs_ends_with_what_is_wrong() -> None:
-    pool = SlabPool(2, 64, pinned=False)
+    pool = SlabPool(SlabMemory.allocate(2, 4096))
     held = [pool.take(), pool.take()]
     with pytest.raises(CaptureStalled, match="0 of 2 host slabs"):
         pool.wait_free(1, 0.01)
@@ -88,7 +89,7 @@ def test_waiting_for_slabs_ends_with_what_is_wrong() -> None:
 
 
 def test_a_slab_is_free_after_its_last_hold() -> None:
-    pool = SlabPool(1, 64, pinned=False)
+    pool = SlabPool(SlabMemory.allocate(1, 4096))
     slab = pool.take()
     pool.hold(slab, 2)
     slab.release()

@@ -1,0 +1,271 @@
+"""The work of one shard writer: staged rows become durable shards, and a ledger misses none.
+
+A writer owns some taps (one tap is one site of one layer), so all rows of a tap meet here in order
+and a row computed twice (preemption) is replaced by its later self. Rows that fill a shard by
+themselves are encoded as they lie in the slab; others meet in a shard buffer, whose `seen` marks
+are the ledger. A shard leaves once every row is there. Sealing a unit asks whether all of its
+shards left; if not, the part fails and names the first row missing.
+
+It runs in a thread or in a process of its own, and knows neither: it takes messages and returns
+parts of reports. It knows no torch and no engine.
+
+Shape legend: G head groups, C chunks (or tiles) of tokens, g heads of a group, t tokens of a chunk,
+D head size.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from capture.errors import RowsMissing
+from capture.rows import Run, UnitLayout
+from capture.slabs import Entry
+from store.attempt import AttemptWriter
+from store.codec import Codec
+from store.geometry import ArrayGeometry
+from store.objects.protocol import ObjectStore
+from store.run_format import ObjectRecord
+from store.shard import encode_chunks
+
+
+@dataclass(frozen=True, slots=True)
+class Tap:
+    """One site of one layer as this rank writes it. `head_shard` is its place on the head axis."""
+
+    site: str
+    layer_index: int
+    head_shard: int
+    row_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUnit:
+    """Accept rows of an attempt from now on; `cuts` maps a site to its array's geometry."""
+
+    layout: UnitLayout
+    cuts: dict[str, ArrayGeometry]
+
+
+@dataclass(frozen=True, slots=True)
+class FailUnit:
+    """Drop the attempt's rows from now on; its sealing reports `error`."""
+
+    key: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class DropUnit:
+    """Forget the attempt; there will be no report."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class SealUnit:
+    """No more rows of the attempt will come: report."""
+
+    key: int
+
+
+Message = OpenUnit | FailUnit | DropUnit | SealUnit
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """What one writer made durable of one attempt, or why it could not."""
+
+    key: int
+    objects: tuple[ObjectRecord, ...] = ()
+    chunk_sizes: dict[str, np.ndarray] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    """Site -> rows that the ledger proved, summed over layers."""
+    error: str | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+
+
+class _ShardBuffer:
+    """A shard that is being filled from several steps, in the order of its chunks."""
+
+    __slots__ = ("chunks_GCgtD", "missing", "seen")
+
+    def __init__(self, cut: ArrayGeometry, shard: int, bits: np.dtype) -> None:
+        chunks = cut.token_chunks_in_shard(shard)
+        self.chunks_GCgtD = np.empty(
+            (cut.groups_per_shard, chunks, cut.group_heads, cut.chunk_tokens, cut.head_size), bits
+        )
+        self.seen = np.zeros(cut.tokens_in_shard(shard), dtype=bool)
+        self.missing = len(self.seen)
+
+    def place(self, row: int, staged_GCgtD: np.ndarray, staged: int, count: int) -> None:
+        """Copy `count` rows from staged row `staged` to the shard's rows from `row`."""
+        copy_rows(self.chunks_GCgtD, row, staged_GCgtD, staged, count)
+        self.missing -= int(np.count_nonzero(~self.seen[row : row + count]))
+        self.seen[row : row + count] = True
+
+
+def copy_rows(
+    target_GCgtD: np.ndarray, row: int, source_GCgtD: np.ndarray, start: int, count: int
+) -> None:
+    """Copy `count` rows between arrays of tiles whose token counts and phases may differ."""
+    target_tile, source_tile = target_GCgtD.shape[3], source_GCgtD.shape[3]
+    while count:
+        to, at = divmod(row, target_tile)
+        from_, off = divmod(start, source_tile)
+        size = min(count, target_tile - at, source_tile - off)
+        target_GCgtD[:, to, :, at : at + size] = source_GCgtD[:, from_, :, off : off + size]
+        row, start, count = row + size, start + size, count - size
+
+
+class _Unit:
+    """This writer's part of one attempt."""
+
+    def __init__(self, message: OpenUnit, store: ObjectStore) -> None:
+        self.layout, self.cuts = message.layout, message.cuts
+        self.writer = AttemptWriter(store, message.layout.unit, message.layout.attempt)
+        self.buffers: dict[tuple[int, int], _ShardBuffer] = {}
+        self.left: set[tuple[int, int]] = set()
+        self.objects: list[ObjectRecord] = []
+        self.chunk_sizes: dict[str, np.ndarray] = {}
+        self.rows: dict[str, int] = {}
+        self.error: str | None = None
+        self.timings = {"copy": 0.0, "encode": 0.0, "put": 0.0}
+
+    def fail(self, error: str) -> None:
+        self.error = self.error or error
+        self.buffers.clear()
+
+    def spent(self, stage: str, started: float) -> None:
+        self.timings[stage] += time.perf_counter() - started
+
+
+class ShardLoop:
+    """One writer's units and its taps, by the rank's tap numbers."""
+
+    def __init__(self, rank: int, taps: dict[int, Tap], codec: Codec, store: ObjectStore) -> None:
+        self.rank, self.taps, self.codec, self.store = rank, taps, codec, store
+        self._units: dict[int, _Unit] = {}
+
+    def handle(self, message: Message) -> PartReport | None:
+        """Obey a message; a seal returns this writer's part of the report."""
+        match message:
+            case OpenUnit():
+                self._units[message.layout.key] = _Unit(message, self.store)
+            case FailUnit(key, error):
+                if (unit := self._units.get(key)) is not None:
+                    unit.fail(error)
+            case DropUnit(key):
+                self._units.pop(key, None)
+            case SealUnit(key):
+                return self._seal(key)
+        return None
+
+    def place(self, entries: Sequence[Entry], slab: np.ndarray) -> None:
+        """Take the rows of entries that lie in `slab`, uint8 [slab bytes], before it is reused."""
+        for entry in entries:
+            staged_GCgtD = entry.bits(slab)
+            for run in entry.runs:
+                unit = self._units.get(run.unit)
+                if unit is None or unit.error is not None:
+                    continue
+                try:
+                    self._place_run(unit, entry, run, staged_GCgtD)
+                except Exception:  # noqa: BLE001
+                    # Policy: whatever goes wrong with a unit's rows fails that unit, with why.
+                    unit.fail(traceback.format_exc())
+
+    def _place_run(self, unit: _Unit, entry: Entry, run: Run, staged_GCgtD: np.ndarray) -> None:
+        cut = unit.cuts[self.taps[entry.tap].site]
+        row, end, staged = run.row, run.row + run.num_rows, run.staged
+        while row < end:
+            shard = row // cut.shard_tokens
+            first = shard * cut.shard_tokens
+            count = min(end, first + cut.tokens_in_shard(shard)) - row
+            self._place_rows(unit, entry.tap, shard, row - first, staged_GCgtD, staged, count)
+            row, staged = row + count, staged + count
+
+    def _place_rows(
+        self,
+        unit: _Unit,
+        tap: int,
+        shard: int,
+        row: int,
+        staged_GCgtD: np.ndarray,
+        staged: int,
+        count: int,
+    ) -> None:
+        cut, place = unit.cuts[self.taps[tap].site], (tap, shard)
+        if place in unit.left:
+            raise RowsMissing(
+                f"unit {unit.layout.unit}: rows of {self.taps[tap]} were computed again after "
+                "their shard had left; repeat the attempt with fewer prompts in flight"
+            )
+        buffer = unit.buffers.get(place)
+        tile = staged_GCgtD.shape[3]
+        whole = buffer is None and count == cut.tokens_in_shard(shard)
+        if whole and tile == cut.chunk_tokens and staged % tile == 0:
+            first = staged // tile
+            chunks = cut.token_chunks_in_shard(shard)
+            self._leave(unit, tap, shard, staged_GCgtD[:, first : first + chunks])
+            return
+        if buffer is None:
+            buffer = unit.buffers[place] = _ShardBuffer(cut, shard, staged_GCgtD.dtype)
+        started = time.perf_counter()
+        buffer.place(row, staged_GCgtD, staged, count)
+        unit.spent("copy", started)
+        if buffer.missing == 0:
+            del unit.buffers[place]
+            self._leave(unit, tap, shard, buffer.chunks_GCgtD)
+
+    def _leave(self, unit: _Unit, number: int, shard: int, chunks_GCgtD: np.ndarray) -> None:
+        tap = self.taps[number]
+        cut = unit.cuts[tap.site]
+        started = time.perf_counter()
+        encoded = encode_chunks(cut, shard, chunks_GCgtD, self.codec)
+        unit.spent("encode", started)
+        started = time.perf_counter()
+        record = unit.writer.put_shard(
+            tap.site, (tap.layer_index, shard, tap.head_shard, 0), encoded
+        )
+        unit.spent("put", started)
+        unit.left.add((number, shard))
+        unit.objects.append(record)
+        if self.codec is not Codec.RAW:
+            unit.chunk_sizes[record.name] = encoded.chunk_sizes
+        unit.rows[tap.site] = unit.rows.get(tap.site, 0) + cut.tokens_in_shard(shard)
+
+    def _seal(self, key: int) -> PartReport:
+        unit = self._units.pop(key, None)
+        if unit is None:
+            return PartReport(key, error="the attempt is not open")
+        error = unit.error or self._first_missing(unit)
+        if error is not None:
+            return PartReport(key, error=error, timings=unit.timings)
+        return PartReport(
+            key,
+            objects=tuple(unit.objects),
+            chunk_sizes=unit.chunk_sizes,
+            rows=unit.rows,
+            timings=unit.timings,
+        )
+
+    def _first_missing(self, unit: _Unit) -> str | None:
+        for number, tap in sorted(self.taps.items()):
+            cut = unit.cuts[tap.site]
+            for shard in range(cut.num_token_shards):
+                if (number, shard) in unit.left:
+                    continue
+                buffer = unit.buffers.get((number, shard))
+                first = 0 if buffer is None else int(np.argmin(buffer.seen))
+                prompt, position = unit.layout.prompt_at(shard * cut.shard_tokens + first)
+                return (
+                    f"RowsMissing: unit {unit.layout.unit}, site {tap.site}, layer index "
+                    f"{tap.layer_index}, rank {self.rank}: no row for position {position} of "
+                    f"prompt {prompt} of the unit"
+                )
+        return None
