@@ -154,8 +154,10 @@ def summary_line(snapshot: Snapshot) -> str:
         f"{snapshot.units_done}/{snapshot.units_planned} units",
         f"{snapshot.prompts_stored} prompts stored",
         f"{snapshot.prompts_failed} failed",
+        f"{snapshot.prompts_per_second:.1f} prompts/s",
         f"{snapshot.tokens_per_second:.0f} tok/s",
         f"{human_bytes(snapshot.bytes_per_second)}/s",
+        f"{human_bytes(snapshot.bytes_in_flight)} in flight",
         f"{snapshot.workers_ready}/{snapshot.workers_asked} workers",
         f"{snapshot.retries} retries",
     ]

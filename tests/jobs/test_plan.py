@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,58 @@ def test_token_ids_are_taken_as_they_are(
         "token id 999 lies outside the model's vocabulary of 201",
         "its token ids are a str, not a list",
     ]
+
+
+def test_chats_go_through_the_model_s_template(
+    make_config: Configs, write_prompts: Prompts, tmp_path: Path, word_model: Path
+) -> None:
+    model = tmp_path / "chat-model"
+    shutil.copytree(word_model, model)
+    template = (
+        "{% for m in messages %}{{ raise_exception('no') if m['role'] == 'bad' }}w1 "
+        "{{ m['content'] }} {% endfor %}{{ 'w9' if add_generation_prompt }}"
+    )
+    (model / "chat_template.jinja").write_text(template)
+    chat = [{"role": "user", "content": "w5"}, {"role": "assistant", "content": "w6"}]
+    records = [
+        {"id": "a", "chat": chat},
+        {"id": "b", "chat": [{"role": "bad", "content": "w5"}]},
+        {"id": "c", "chat": "hello"},
+    ]
+    config = make_config(
+        write_prompts(records),
+        model={"path": str(model)},
+        prompts={"messages_column": "chat", "add_generation_prompt": True},
+    )
+    table = planned(config, tmp_path / "run")
+    assert table["token_ids"].to_pylist() == [[1, 5, 1, 6, 9], [], []]
+    reasons = table["plan_reason"].to_pylist()
+    assert reasons[0] is None
+    assert "the chat template refused it" in reasons[1]
+    assert reasons[2] == "its chat messages are not a list of messages"
+
+
+def test_special_tokens_are_added_or_not_as_the_config_says(
+    make_config: Configs, write_prompts: Prompts, tmp_path: Path, tiny_qwen3_dir: Path
+) -> None:
+    from tokenizers import Tokenizer, processors
+
+    model = tmp_path / "bos-model"
+    shutil.copytree(tiny_qwen3_dir, model)
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
+    )
+    tokenizer.save(str(model / "tokenizer.json"))
+    for policy, first in (("model", 0), ("none", None)):
+        config = make_config(
+            write_prompts(["The heads"]),
+            model={"path": str(model)},
+            prompts={"special_tokens": policy},
+        )
+        ids = planned(config, tmp_path / policy)["token_ids"][0].as_py()
+        assert (ids[0] == 0) is (first == 0)
+        assert 0 not in ids[1:]
 
 
 def test_changed_inputs_are_refused_and_named(

@@ -40,9 +40,15 @@ def test_a_run_with_bad_prompts_is_complete_and_running_again_changes_nothing(
     records += [{"id": "twin-a", "text": "the same"}, {"id": "twin-b", "text": "the same"}]
     config = engine_config(records)
     output = tmp_path / "run"
+    code, text = attnstore("run", str(config), "--dry-run", "--json")
+    estimate = json.loads(text)
     code, text = attnstore("run", str(config))
     assert code == 3, text
     assert_complete(output, failed=["empty", "long"])
+    shards = list((output / "data").rglob("c/*/*/*/*"))
+    assert estimate["raw_bytes"] == sum(path.stat().st_size for path in shards)
+    written = [*shards, *(output / "data").rglob("zarr.json"), *output.rglob("commits/*/*.json")]
+    assert estimate["objects"] == len(written)
     before = object_stamps(output)
     started = time.monotonic()
     code, text = attnstore("run", str(config))
@@ -52,6 +58,8 @@ def test_a_run_with_bad_prompts_is_complete_and_running_again_changes_nothing(
 
     code, text = attnstore("status", str(output), "--json")
     status = json.loads(text)
+    code, watched = attnstore("status", str(output), "--json", "--watch")
+    assert (code, watched) == (0, text)
     assert status["units"]["planned"] == status["units"]["committed"] > 2
     assert status["prompts"] == {"planned": 44, "stored": 42, "failed": 2, "skipped": 0}
     assert status["bytes"] > 0
