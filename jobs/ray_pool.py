@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from dataclasses import dataclass
 from enum import StrEnum
@@ -35,6 +36,7 @@ from jobs.worker import CaptureWorker
 
 _OBJECT_STORE_BYTES = 100 << 20
 _ERROR_CHARACTERS = 8_000
+_PROBE_SECONDS = 3.0
 
 
 class _Call(StrEnum):
@@ -173,7 +175,20 @@ class RayPool:
     def _cause(self, actor: _Actor, error: Exception) -> LossCause:
         if isinstance(error, ActorDiedError) and error.preempted:
             return LossCause.PREEMPTED
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        if actor.node and actor.node not in alive:
+        if actor.node and not _node_answers(actor.node):
             return LossCause.NODE_LOST
         return LossCause.DIED
+
+
+def _node_answers(node_id: str) -> bool:
+    """Whether a node is there. Ray's own table learns of a dead node only seconds after the actors'
+    deaths are told, so the node's raylet is asked as well."""
+    node = next((one for one in ray.nodes() if one["NodeID"] == node_id), None)
+    if node is None or not node["Alive"]:
+        return False
+    try:
+        place = (node["NodeManagerAddress"], node["NodeManagerPort"])
+        socket.create_connection(place, timeout=_PROBE_SECONDS).close()
+    except OSError:
+        return False
+    return True
