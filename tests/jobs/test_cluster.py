@@ -47,7 +47,8 @@ def test_a_killed_node_costs_its_units_nothing_and_the_other_node_goes_on(
 ) -> None:
     made, nodes = cluster
     config = engine_config(
-        TEXTS * 3, capture={"unit_tokens": 128},
+        TEXTS * 20, capture={"unit_tokens": 512},
+        engine={"max_num_batched_tokens": 64, "max_num_seqs": 8},
         workers={"address": made.address, "min": 1, "max": 2, "num_cpus": 1},
     )  # fmt: skip
     with RunProcess(config) as run:
