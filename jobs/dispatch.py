@@ -131,7 +131,11 @@ class Dispatcher:
             self._log("worker asked for", worker=number)
 
     def _release_idle(self) -> None:
-        """Give back workers that nothing is left for, down to one a running unit."""
+        """Give back workers that nothing is left for, and those of nodes told to leave."""
+        for number, worker in list(self.workers.items()):
+            if worker.draining and not worker.orders and worker.calls == 0:
+                self._log("worker released", worker=number, why="its node leaves")
+                self._forget(number)
         if self._schedule.has_fresh or self._schedule.has_alone:
             return
         idle = [

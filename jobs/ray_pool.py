@@ -69,6 +69,7 @@ def connect(config: RunConfig, *, verbose: bool = False) -> None:
         return
     needed = config.workers.highest * (config.workers.num_cpus or 1.0)
     ray.init(
+        address="local",  # Never somebody else's Ray that happens to run on this machine.
         num_cpus=max(os.cpu_count() or 1, int(needed + 0.999)),
         include_dashboard=False,
         object_store_memory=_OBJECT_STORE_BYTES,

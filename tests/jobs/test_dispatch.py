@@ -138,6 +138,26 @@ def test_draining_nodes_get_nothing_new_and_are_replaced() -> None:
     assert "draining" in log
     assert not pool.orders()
     assert pool.spawned == 2
+    assert pool.killed == [0]
+
+
+def test_a_draining_worker_finishes_what_it_has_and_is_given_back() -> None:
+    drive, pool, _, _ = dispatcher([1] * 9, units_in_flight=1)
+    drive.step(0, 0)
+    pool.start(0, node="leaving")
+    drive.step(1, 0)
+    drive.step(2, 0)
+    first, second = pool.orders(0)
+    drive.drain_nodes(frozenset({"leaving"}))
+    pool.commit(0, first)
+    drive.step(3, 0)
+    drive.step(4, 0)
+    assert pool.orders(0) == [first, second]
+    assert not pool.killed
+    pool.commit(0, second)
+    drive.step(5, 0)
+    drive.step(6, 0)
+    assert pool.killed == [0]
 
 
 def test_a_straggler_is_doubled_only_if_asked_and_the_first_commit_counts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -42,15 +43,28 @@ class Driven:
 
     def __init__(self) -> None:
         self.stream = io.StringIO()
+        self.also: Callable[..., None] = lambda _event, **_fields: None
 
     def __call__(self, config: RunConfig, **options: bool) -> RunOutcome:
-        log = EventLog(stream=self.stream, as_json=True, every_unit=True)
+        log = NoticedLog(self)
         view = lambda: progress_view(as_json=True, stream=io.StringIO())  # noqa: E731
         return run_job(config, RunOptions(worker=FakeWorker, **options), log, view)
 
     def events(self, name: str) -> list[dict[str, object]]:
         events = [json.loads(line) for line in self.stream.getvalue().splitlines()]
         return [event for event in events if event["event"] == name]
+
+
+class NoticedLog(EventLog):
+    """Tells the test of each event too."""
+
+    def __init__(self, driven: Driven) -> None:
+        super().__init__(stream=driven.stream, as_json=True, every_unit=True)
+        self._driven = driven
+
+    def __call__(self, event: str, **fields: object) -> None:
+        super().__call__(event, **fields)
+        self._driven.also(event, **fields)
 
 
 @pytest.fixture
@@ -328,3 +342,42 @@ def test_workers_come_and_go_between_their_bounds(
     config = make_config(write_prompts(TEXTS), workers={"min": 1, "max": 3})
     assert drive(config).exit_code is ExitCode.DONE
     assert len(drive.events("worker asked for")) == 3
+
+
+def test_a_node_told_to_leave_gets_nothing_new_and_is_left(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    faults: Callable[..., Path],
+) -> None:
+    from ray._raylet import GcsClient
+    from ray.cluster_utils import Cluster
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    faults(seconds=0.1)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    try:
+        for _ in range(2):
+            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        config = make_config(
+            write_prompts(TEXTS * 12),
+            workers={"address": cluster.address, "count": 2, "num_cpus": 1},
+        )
+        told: list[str] = []
+
+        def drain_first(_event: str, **_fields: object) -> None:
+            started = drive.events("worker started")
+            if started and not told and len(drive.events("committed")) > 2:
+                told.append(str(started[0]["node"]))
+                deadline = int((time.time() + 600) * 1000)
+                reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+                gcs = GcsClient(address=cluster.address)
+                assert gcs.drain_node(told[0], reason, "spot notice", deadline)[0]
+
+        drive.also = drain_first
+        assert drive(config).exit_code is ExitCode.DONE
+        assert drive.events("draining")[0]["node"] == told[0]
+        assert [e for e in drive.events("worker released") if e.get("why")]
+        assert not drive.events("worker lost: engine died")
+    finally:
+        cluster.shutdown()
