@@ -15,10 +15,11 @@ import pyarrow as pa
 import xarray as xr
 from numpy.typing import DTypeLike, NDArray
 
-from store import reductions
+from store import reductions, summaries
 from store.batches import BLOCK_ROWS, BUFFER_BYTES, Batches, BatchOrder, Unit
 from store.errors import PromptNotStored, SiteNotFound
 from store.head_scores import Scorer, attention_to_tokens, scorer
+from store.objects.protocol import ObjectStore
 from store.prompt_blocks import BlockReader, Chosen, choose
 from store.run_format import LayerSemantics
 from store.run_index import Prompt, RunIndex
@@ -33,10 +34,14 @@ if TYPE_CHECKING:
 class AcrossPrompts:
     """The methods of `Run` that go over many prompts."""
 
+    _objects: ObjectStore
     _index: RunIndex
     _arrays: UnitArrays
 
     if TYPE_CHECKING:
+
+        @property
+        def id(self) -> str: ...
 
         @property
         def model(self) -> RunModel: ...
@@ -166,9 +171,11 @@ class AcrossPrompts:
     def sql(self, query: str, **tables: pa.Table) -> pa.Table:
         """Return the answer of a DuckDB query over the tables `prompts`, `tokens` and `units`.
 
-        `tokens` is long (prompt_id, pos, token_id, token) and only built if the query names it.
-        `tables` adds Arrow tables of yours, such as `head_scores(..., per_prompt=True)`. The query
-        can reach nothing else: no files, no network. Needs `pip install attnstore[query]`.
+        Summaries that were saved (`save_summary`) are there too: as columns of `prompts` where
+        they have one row a prompt, else as tables of their names. `tokens` is long (prompt_id,
+        pos, token_id, token) and only built if the query names it. `tables` adds Arrow tables of
+        yours, such as `head_scores(..., per_prompt=True)`. The query can reach nothing else: no
+        files, no network. Needs `pip install attnstore[query]`.
         """
         from store.query import run_sql
 
@@ -181,12 +188,35 @@ class AcrossPrompts:
         """
         from store.query import matching_prompts
 
-        return matching_prompts(condition, self.prompts)
+        return matching_prompts(condition, self._tables(condition)["prompts"])
+
+    def save_summary(self, name: str, table: pa.Table) -> None:
+        """Keep a table with a `prompt_id` column beside the run, for `sql` and `where` later on.
+
+        `run.save_summary("induction", run.sql("select prompt_id, max(score) from s group by 1",
+        s=run.head_scores("induction", per_prompt=True)))`. Replaces one of the same name; needs
+        leave to write to the run's location. The captured data is never touched.
+        """
+        summaries.save_summary(self._objects, self.id, name, table)
+
+    @property
+    def summaries(self) -> tuple[str, ...]:
+        """The names of the summaries kept beside the run; one listing."""
+        return tuple(summaries.list_summaries(self._objects))
 
     def _tables(self, query: str) -> Mapping[str, pa.Table]:
+        """Return what a query can name; only what it does name is read."""
         from store.query import token_table, unit_table
 
-        built: dict[str, pa.Table] = {"prompts": self.prompts}
+        named = {
+            name: summaries.read_summary(self._objects, name)
+            for name in self.summaries
+            if re.search(rf"\b{name}", query, re.IGNORECASE)
+        }
+        built: dict[str, pa.Table] = {
+            name: table for name, table in named.items() if not summaries.is_per_prompt(table)
+        }
+        built["prompts"] = summaries.with_summaries(self.prompts, named)
         if re.search(r"\btokens\b", query, re.IGNORECASE):
             built["tokens"] = token_table(self._index)
         if re.search(r"\bunits\b", query, re.IGNORECASE):

@@ -53,7 +53,7 @@ class Catalog(Mapping[str, Run]):
 
     def table(self) -> pa.Table:
         """Return one row per run: name, model, dtype, sites, layers, prompts, stored, bytes."""
-        rows = [{"name": name, **self[name].summary()} for name in self]
+        rows = [{"name": name, **self[name].overview()} for name in self]
         return pa.Table.from_pylist(rows) if rows else pa.table({"name": pa.array([], pa.string())})
 
     def __repr__(self) -> str:

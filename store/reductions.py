@@ -118,7 +118,7 @@ def mean_head_scores(
 def score_table(
     scores: Iterator[PromptScore], layers: Sequence[int], heads: Sequence[int], ids: pa.ChunkedArray
 ) -> pa.Table:
-    """Return one row per prompt, layer and head: prompt_id, layer, head, queries, score (mean)."""
+    """Return one row per prompt, layer and head: prompt_id, layer, head, queries, mean score."""
     parts = []
     for score in scores:
         size = len(layers) * len(heads)
@@ -130,7 +130,7 @@ def score_table(
                     "layer": pa.array(np.repeat(np.asarray(layers, np.int64), len(heads))),
                     "head": pa.array(np.tile(np.asarray(heads, np.int64), len(layers))),
                     "queries": pa.array(np.full(size, score.queries, np.int64)),
-                    "score": pa.array(mean.ravel()),
+                    "score": pa.array(mean.ravel(), from_pandas=True),
                 }
             )
         )

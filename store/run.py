@@ -300,7 +300,7 @@ class Run(AcrossPrompts):
         """Return what the chunk cache of this open run holds, and how often it answered."""
         return self._reader.cache.statistics()
 
-    def summary(self) -> dict[str, Any]:
+    def overview(self) -> dict[str, Any]:
         """Return the run in one flat row: model, dtype, sites, layers, prompts, stored, bytes."""
         return self._facts().as_row()
 

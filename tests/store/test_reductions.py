@@ -134,7 +134,7 @@ def test_per_prompt_scores_are_a_table_that_sql_can_use(sample) -> None:
     assert [row["score"] for row in one] == pytest.approx(want.ravel().tolist())
     best = run.sql(
         "select prompt_id, layer, head from scores join prompts using (prompt_id) "
-        "where split = 'train' and not isnan(score) order by score desc limit 1",
+        "where split = 'train' and score is not null order by score desc limit 1",
         scores=table,
     )
     assert best.num_rows == 1
