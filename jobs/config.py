@@ -8,6 +8,7 @@ Ray, of engines or of how a plan is made. Paths are relative to the working dire
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -24,6 +25,9 @@ class Frozen:
 
 
 FROZEN: Final = Frozen()
+
+_SECRET = re.compile(r"(token|secret|password|api_key|access_key)$", re.IGNORECASE)
+"""Engine options of such names (`hf_token`) are not stored."""
 
 Bytes = Annotated[int, Field(ge=1 << 20)]
 
@@ -144,7 +148,7 @@ class CaptureConfig(Section):
 
 
 class EngineConfig(Section):
-    """How the engine runs; none of it changes what is stored."""
+    """How the engine runs."""
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     max_num_batched_tokens: Annotated[int, Field(ge=1)] = 8192
@@ -158,9 +162,9 @@ class EngineConfig(Section):
     writer_threads: Annotated[int, Field(ge=1)] = 2
     units_in_flight: Annotated[int, Field(ge=1, le=8)] = 2
     """Units inside one engine at a time: while one ends, the next already fills its steps."""
-    seed: int = 0
-    options: dict[str, Any] = {}
-    """Passed to vLLM as they are."""
+    seed: Annotated[int, FROZEN] = 0
+    options: Annotated[dict[str, Any], FROZEN] = {}
+    """Passed to vLLM as they are. Frozen, since some of them change what the model computes."""
 
 
 class WorkersConfig(Section):
@@ -221,11 +225,17 @@ class RunConfig(Section):
         """Return the config as `run.json` keeps it: everything but credentials."""
         body = self.model_dump(mode="json", exclude={"storage_options": True})
         body["prompts"].pop("options")
+        body["output"] = public_url(self.output)
+        body["prompts"]["source"] = public_url(self.prompts.source)
+        body["engine"]["options"] = self._public_options()
         return body
 
     def frozen_fields(self) -> dict[str, Any]:
         """Return dotted name -> value of every field that a resume may not change."""
-        return dict(_frozen_fields(self, ""))
+        return {**_frozen_fields(self, ""), "engine.options": self._public_options()}
+
+    def _public_options(self) -> dict[str, Any]:
+        return {k: v for k, v in self.engine.options.items() if not _SECRET.search(k)}
 
     def engine_settings(self) -> EngineSettings:
         """Return what `capture.engine` needs to start vLLM."""
@@ -265,18 +275,29 @@ class RunConfig(Section):
         return StoreLocation(url=url, options=dict(self.storage_options))
 
 
+def public_url(url: str) -> str:
+    """Return a URL without what may be secret in it: user, password, query (signed URLs)."""
+    if "://" not in url:
+        return url
+    scheme, _, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    if scheme in ("http", "https"):
+        path = path.partition("?")[0]
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
 def _local(name: str) -> str:
     """A folder's absolute path, since workers start elsewhere; a hub name stays as it is."""
     return str(Path(name).absolute()) if Path(name).is_dir() else name
 
 
-def _frozen_fields(section: BaseModel, prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+def _frozen_fields(section: BaseModel, prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     dumped = section.model_dump(mode="json")
     for name, info in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, BaseModel):
-            found += _frozen_fields(value, f"{prefix}{name}.")
+            found |= _frozen_fields(value, f"{prefix}{name}.")
         elif any(isinstance(mark, Frozen) for mark in info.metadata):
-            found.append((f"{prefix}{name}", dumped[name]))
+            found[f"{prefix}{name}"] = dumped[name]
     return found

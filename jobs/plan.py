@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from jobs import model_identity
-from jobs.config import RunConfig
+from jobs.config import RunConfig, public_url
 from jobs.errors import InputsChanged, SourceError
 from jobs.packing import PlannedUnit, UnitPacker
 from jobs.prompt import Prompt, Prompter, load_tokenizer
@@ -94,7 +94,7 @@ def write_plan(
             raise SourceError(f"{config.prompts.source!r} holds no prompts")
         _refuse_repeated(ids, config, prompter, first_prompt)
     inputs = [
-        PlanInput(url=f.url, bytes=f.bytes, sha256=source.sha256(f), stamp=f.stamp)
+        PlanInput(url=public_url(f.url), bytes=f.bytes, sha256=source.sha256(f), stamp=f.stamp)
         for f in source.files
     ]
     return writer.finish(unit_table(units), inputs)
@@ -131,7 +131,7 @@ def _difference(source: PromptSource, planned: Sequence[PlanInput]) -> str | Non
     if len(source.files) != len(planned):
         return f"it has {len(source.files)} files, it had {len(planned)}"
     for file, before in zip(source.files, planned, strict=True):
-        same_place = file.url == before.url and file.bytes == before.bytes
+        same_place = public_url(file.url) == before.url and file.bytes == before.bytes
         if same_place and file.stamp and file.stamp == before.stamp:
             continue
         if file.bytes != before.bytes:

@@ -95,12 +95,20 @@ def test_credentials_are_never_stored() -> None:
     config = parse_config(
         {
             "output": "s3://bucket/run",
-            "prompts": {"source": "p", "options": {"secret": "open-sesame"}},
+            "prompts": {
+                "source": "https://me:open-sesame@host/p.jsonl?signature=open-sesame",
+                "options": {"secret": "open-sesame"},
+            },
             "model": "m",
+            "engine": {"options": {"hf_token": "open-sesame", "block_size": 32}},
             "storage_options": {"secret_access_key": "open-sesame"},
         }
     )
-    assert "open-sesame" not in str(config.stored())
+    stored = config.stored()
+    assert "open-sesame" not in str(stored)
+    assert "open-sesame" not in str(config.frozen_fields())
+    assert stored["prompts"]["source"] == "https://host/p.jsonl"
+    assert stored["engine"]["options"] == {"block_size": 32}
     assert config.location().options["secret_access_key"] == "open-sesame"
 
 
@@ -110,10 +118,32 @@ def test_frozen_fields_are_those_the_data_depends_on() -> None:
     assert frozen["model.path"] == "m"
     assert frozen["capture.sites"] == ["rot_q", "rot_k", "v", "z"]
     assert {"model.revision", "model.dtype", "capture.codec", "capture.layers"} <= set(frozen)
-    free = ("engine.", "workers.", "storage_options", "max_bytes", "output", "prompts.source")
+    assert {name for name in frozen if name.startswith("engine.")} == {
+        "engine.seed", "engine.options",
+    }  # fmt: skip
+    free = ("workers.", "storage_options", "max_bytes", "output", "prompts.source")
     assert not [name for name in frozen if name.startswith(free)]
 
 
 def test_every_key_has_a_place_in_the_stored_config() -> None:
     config = parse_config({"output": "x", "prompts": {"source": "p"}, "model": "m"})
     assert set(config.stored()) == set(RunConfig.model_fields) - {"storage_options"}
+
+
+def test_the_config_s_document_has_a_row_for_every_key_and_says_which_are_frozen() -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "config.md").read_text()
+    frozen = parse_config({"output": "x", "prompts": {"source": "p"}, "model": "m"}).frozen_fields()
+    section = ""
+    rows: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("## "):
+            section = f"{line[3:]}."
+        elif line.startswith("| `"):
+            names, _, rest = line[2:].partition(" | ")
+            rows |= {section + name.strip("` "): rest for name in names.split(",")}
+    keys = set()
+    for name, info in RunConfig.model_fields.items():
+        inner = getattr(info.annotation, "model_fields", None)
+        keys |= {f"{name}.{key}" for key in inner} if inner else {name}
+    assert set(rows) == keys
+    assert {name for name, row in rows.items() if "| frozen" in row} == set(frozen)
