@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import groupby
 from typing import Any, Literal
 
@@ -190,7 +191,7 @@ class Batches:
 
     def _load(self, group: _Group) -> _Loaded:
         """Read a group's blocks and put their rows in stream order."""
-        prompts = [(block, part) for block in group.blocks for part in block.prompts]
+        prompts = [(block, part) for block in group.blocks for part in block.prompts()]
         prompt = np.concatenate([np.full(len(p.places), p.row, np.int64) for _, p in prompts])
         pos = np.concatenate([p.positions for _, p in prompts])
         order, bounds = self._item_order(group, [len(p.places) for _, p in prompts])
@@ -247,12 +248,9 @@ def _groups(
     def close() -> None:
         nonlocal held, rows, first
         # A unit's blocks are read at once; the shuffle inside the group makes their order moot.
-        held.sort(key=lambda block: block.prompts[0].row)
-        held = [
-            Block(unit, tuple(prompt for block in same for prompt in block.prompts))
-            for unit, same in groupby(held, key=lambda block: block.unit)
-        ]
-        items = rows if order.by == "token" else sum(len(block.prompts) for block in held)
+        held.sort(key=lambda block: block.first_row)
+        held = [reduce(Block.joined, same) for _, same in groupby(held, lambda block: block.unit)]
+        items = rows if order.by == "token" else sum(len(block.places) for block in held)
         groups.append(_Group(len(groups), tuple(held), first, items))
         first += items
         held, rows = [], 0

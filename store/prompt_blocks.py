@@ -9,8 +9,8 @@ Legend: L layers, H heads, R rows of a block (its prompts back to back), D head 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from store.codec import DTYPES
 from store.errors import DamagedObject
 from store.explain import ReadCost
-from store.run_format import Outcome
-from store.run_index import PENDING, Prompt, RunIndex, UnitSummary
+from store.run_index import Prompt, RunIndex, UnitSummary
 from store.selection import AxisSelection, Choice, select
 from store.unit_arrays import PromptArray, UnitArrays
 
@@ -39,14 +38,50 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Prompts of one unit, near each other on its token axis."""
+    """Prompts of one unit, near each other on its token axis; arrays have one entry a prompt.
+
+    Kept small, because a plan of a stream holds all of its blocks: a prompt's rows are worked out
+    when its block is read.
+    """
 
     unit: int
-    prompts: tuple[PromptRows, ...]
+    first_prompt: int
+    places: Indices
+    lengths: Indices
+    first_positions: Indices
+    pos: Choice
+    num_rows: int
 
     @property
-    def num_rows(self) -> int:
-        return sum(len(prompt.places) for prompt in self.prompts)
+    def first_row(self) -> int:
+        """The row, in the prompts table, of the block's first prompt."""
+        return self.first_prompt + int(self.places[0])
+
+    def prompts(self) -> list[PromptRows]:
+        """Return the wanted rows of each prompt."""
+        found = []
+        columns = (self.places, self.lengths, self.first_positions)
+        for place, length, first in zip(*(column.tolist() for column in columns), strict=True):
+            positions = np.arange(first, first + length, dtype=np.int64)
+            if self.pos is None:
+                rows = np.arange(length, dtype=np.int64)
+                found.append(PromptRows(self.first_prompt + place, place, rows, positions))
+            else:
+                picked = select("pos", positions, self.pos)
+                found.append(
+                    PromptRows(self.first_prompt + place, place, picked.indices, picked.labels)
+                )
+        return found
+
+    def joined(self, other: Block) -> Block:
+        """Return this block with the prompts of `other`, of the same unit, after its own."""
+        return replace(
+            self,
+            places=np.concatenate([self.places, other.places]),
+            lengths=np.concatenate([self.lengths, other.lengths]),
+            first_positions=np.concatenate([self.first_positions, other.first_positions]),
+            num_rows=self.num_rows + other.num_rows,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +108,8 @@ def choose(
     missing: dict[str, int] = {}
     if prompts is None:
         summaries = index.summaries(index.committed)
-        wanted = {unit: _stored_places(summary) for unit, summary in summaries.items()}
-        for summary in summaries.values():
-            for outcome in summary.outcomes:
-                if outcome is not Outcome.STORED:
-                    missing[str(outcome)] = missing.get(str(outcome), 0) + 1
-        covered = sum(len(summary.outcomes) for summary in summaries.values())
-        if index.num_prompts > covered:
-            missing[PENDING] = index.num_prompts - covered
+        wanted = {unit: np.flatnonzero(summary.stored) for unit, summary in summaries.items()}
+        missing = index.missing()
     else:
         rows = index.rows_of(list(prompts))
         summaries = index.summaries(np.unique(index.units_of(rows)).tolist())
@@ -153,11 +182,11 @@ class BlockReader:
     def rows(self, block: Block) -> Indices:
         """Return the block's rows on its unit's token axis."""
         stored = self._index.stored_places(block.unit)
-        parts = [prompt.places + stored[prompt.place] for prompt in block.prompts]
+        parts = [prompt.places + stored[prompt.place] for prompt in block.prompts()]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _array(self, block: Block) -> PromptArray:
-        return self._arrays.of(self._index.stored(block.prompts[0].row), self.site)
+        return self._arrays.of(self._index.stored(block.first_row), self.site)
 
     def _axes(self, array: PromptArray) -> tuple[AxisSelection, AxisSelection]:
         layers, heads, _ = array.select(self._layers, self._heads, None, by_place=False)
@@ -167,45 +196,52 @@ class BlockReader:
 def split_rows(block: Block) -> Iterator[tuple[PromptRows, slice]]:
     """Yield each prompt of a block with its slice of the block's rows."""
     start = 0
-    for prompt in block.prompts:
+    for prompt in block.prompts():
         yield prompt, slice(start, start + len(prompt.places))
         start += len(prompt.places)
 
 
-def _stored_places(summary: UnitSummary) -> list[int]:
-    return [i for i, outcome in enumerate(summary.outcomes) if outcome is Outcome.STORED]
-
-
 def _named_places(
     index: RunIndex, rows: Indices, summaries: dict[int, UnitSummary]
-) -> dict[int, list[int]]:
+) -> dict[int, Indices]:
     wanted: dict[int, set[int]] = {}
     units = index.units_of(rows)
     for row, unit in zip(rows.tolist(), units.tolist(), strict=True):
         summary = summaries.get(unit)
         place = None if summary is None else row - summary.first_prompt
-        if summary is None or place is None or summary.outcomes[place] is not Outcome.STORED:
+        if summary is None or place is None or not summary.stored[place]:
             index.stored(row)
             raise DamagedObject(f"the commit of unit {unit} changed while it was read")
         wanted.setdefault(unit, set()).add(place)
-    return {unit: sorted(places) for unit, places in wanted.items()}
+    return {unit: np.asarray(sorted(places), np.int64) for unit, places in wanted.items()}
 
 
-def _cut(
-    summary: UnitSummary, places: Sequence[int], pos: Choice, block_rows: int
-) -> Iterator[Block]:
-    held: list[PromptRows] = []
-    count = 0
-    for place in places:
-        first = summary.first_positions[place]
-        positions = np.arange(first, first + summary.num_rows[place], dtype=np.int64)
-        picked = select("pos", positions, pos)
-        if len(picked) == 0:
-            continue
-        held.append(PromptRows(summary.first_prompt + place, place, picked.indices, picked.labels))
-        count += len(picked)
-        if count >= block_rows:
-            yield Block(summary.unit, tuple(held))
-            held, count = [], 0
-    if held:
-        yield Block(summary.unit, tuple(held))
+def _cut(summary: UnitSummary, places: Indices, pos: Choice, block_rows: int) -> Iterator[Block]:
+    lengths, firsts = summary.num_rows[places], summary.first_positions[places]
+    counts = lengths
+    if pos is not None:
+        counts = np.asarray(
+            [
+                len(select("pos", np.arange(first, first + length), pos))
+                for first, length in zip(firsts.tolist(), lengths.tolist(), strict=True)
+            ],
+            np.int64,
+        )
+    kept = counts > 0
+    places, lengths, firsts, counts = places[kept], lengths[kept], firsts[kept], counts[kept]
+    start = 0
+    ends = np.cumsum(counts)
+    while start < len(places):
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + block_rows)) + 1
+        part = slice(start, min(stop, len(places)))
+        yield Block(
+            unit=summary.unit,
+            first_prompt=summary.first_prompt,
+            places=places[part],
+            lengths=lengths[part],
+            first_positions=firsts[part],
+            pos=pos,
+            num_rows=int(counts[part].sum()),
+        )
+        start = stop

@@ -53,7 +53,7 @@ def prompt_scores(
     for block in chosen.blocks:
         layers, heads = rot_q.axes(block)
         _, kv_heads = rot_k.axes(block)
-        sums = {p.row: np.zeros((len(layers), len(heads))) for p in block.prompts}
+        sums = {p.row: np.zeros((len(layers), len(heads))) for p in block.prompts()}
         counts = dict.fromkeys(sums, 0)
         row_bytes = rot_q.row_bytes(block) + rot_k.row_bytes(block)
         for some in _layer_parts(len(layers), block.num_rows * row_bytes):
@@ -189,8 +189,9 @@ def top_rows(
             if direction_D is None
             else values @ np.asarray(direction_D, np.float32)
         )
-        prompt = np.concatenate([np.full(len(p.places), p.row) for p in block.prompts])
-        pos = np.concatenate([p.positions for p in block.prompts])
+        prompts = block.prompts()
+        prompt = np.concatenate([np.full(len(p.places), p.row) for p in prompts])
+        pos = np.concatenate([p.positions for p in prompts])
         flat = found_LNR.ravel()
         keep = (
             np.argpartition(-flat, min(k, flat.size) - 1)[:k]

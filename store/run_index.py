@@ -63,7 +63,7 @@ class UnitSummary:
 
     unit: int
     first_prompt: int
-    outcomes: tuple[Outcome, ...]
+    stored: NDArray[np.bool_]
     num_rows: NDArray[np.int64]
     first_positions: NDArray[np.int64]
 
@@ -193,11 +193,44 @@ class RunIndex:
         return commit
 
     def summaries(self, units: Iterable[int]) -> dict[int, UnitSummary]:
-        """Return a summary of each of these units that is committed; reads each commit once."""
+        """Return a summary of each of these units that is committed.
+
+        What the snapshot and the plan tell together needs no commit: where a unit's rows are as
+        many as its stored prompts have tokens, those are its rows. Other commits are read, once.
+        """
         names = {unit: name for unit in units if (name := self._committed.key(unit)) is not None}
         missing = [unit for unit, name in names.items() if name not in self._summaries]
-        self._map(self.commit, missing)
+        told = self._told(missing)
+        self._summaries.update({names[unit]: summary for unit, summary in told.items()})
+        self._map(self.commit, [unit for unit in missing if unit not in told])
         return {unit: self._summaries[name] for unit, name in names.items()}
+
+    def _told(self, units: Sequence[int]) -> dict[int, UnitSummary]:
+        """Return the summaries of the units that the snapshot describes well enough."""
+        if not units:
+            return {}
+        committed = self._loaded()
+        rows = committed.table()
+        failed = np.asarray([one.prompt for one in committed.all_exceptions()], np.int64)
+        lengths = np.asarray(self.table()["num_tokens"].to_numpy(), np.int64)
+        found: dict[int, UnitSummary] = {}
+        for unit, at in zip(units, np.searchsorted(rows["unit"], units).tolist(), strict=True):
+            first, count = int(rows["first_prompt"][at]), int(rows["num_prompts"][at])
+            stored = np.ones(count, bool)
+            low, high = np.searchsorted(failed, [first, first + count])
+            stored[failed[low:high] - first] = False
+            num_rows = np.where(stored, lengths[first : first + count], 0)
+            if int(num_rows.sum()) == rows["rows"][at] and int(stored.sum()) == rows["stored"][at]:
+                nowhere = np.zeros(count, np.int64)
+                found[unit] = UnitSummary(unit, first, stored, num_rows, nowhere)
+        return found
+
+    def missing(self) -> dict[str, int]:
+        """Return how many prompts are not stored, by state; states without any are left out."""
+        rows = self.unit_rows()
+        counts = {str(o): int(rows[str(o)].sum()) for o in Outcome if o is not Outcome.STORED}
+        counts[PENDING] = self.num_prompts - int(rows["num_prompts"].sum())
+        return {state: count for state, count in counts.items() if count}
 
     def unit_rows(self) -> dict[str, NDArray[np.int64]]:
         """Return one row per committed unit as columns (`store.snapshot.COLUMNS`), ascending.
@@ -257,7 +290,7 @@ def _summary(commit: Commit) -> UnitSummary:
     return UnitSummary(
         unit=commit.unit,
         first_prompt=commit.first_prompt,
-        outcomes=tuple(commit.prompts.outcome),
+        stored=np.asarray([one is Outcome.STORED for one in commit.prompts.outcome], bool),
         num_rows=np.asarray(commit.prompts.num_rows, np.int64),
         first_positions=np.asarray(commit.prompts.first_position, np.int64),
     )
