@@ -154,7 +154,7 @@ def plan(num_prompts: int) -> dict[str, Any]:
         "tokens": manifest.num_tokens,
         "microseconds_per_prompt": round(seconds / num_prompts * 1e6, 1),
         "hours_for_ten_million": round(seconds / num_prompts * 1e7 / 3600, 2),
-        "resident_mib_first_and_last_file": [memory[0], memory[-1]],
+        "resident_mib_after_each_file": memory,
     }
 
 

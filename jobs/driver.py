@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from capture.settings import UnitResult
 from jobs.config import RunConfig
@@ -50,6 +50,9 @@ from store.objects.protocol import ObjectStore
 from store.run_format import ModelManifest
 from store.sealed_json import MAX_JSON_BYTES
 from store.verify import verify_run
+
+if TYPE_CHECKING:
+    from jobs.ray_pool import RayPool
 
 STEP_SECONDS = 0.25
 _SLOW_SECONDS = 5.0
@@ -183,7 +186,7 @@ def _capture(
         pool = RayPool(config, spec, options.worker)
         dispatcher = Dispatcher(schedule, pool, limits(config), log)
         snapshots = SnapshotKeeper(objects, prepared.manifest.run_id)
-        watch = _Watch(objects, config, owner, dispatcher, pool.draining_nodes, snapshots)
+        watch = _Watch(objects, config, owner, dispatcher, pool, snapshots)
         dispatcher.observe(
             lambda facts: store_model(objects, facts, prepared.manifest.run_id), watch.note
         )
@@ -264,12 +267,12 @@ class _Watch:
         config: RunConfig,
         owner: RunOwner,
         dispatcher: Dispatcher,
-        draining_nodes: Callable[[], frozenset[str]],
+        pool: RayPool,
         snapshots: SnapshotKeeper,
     ) -> None:
         self._owner = owner
         self._dispatcher = dispatcher
-        self._draining_nodes = draining_nodes
+        self._pool = pool
         self._snapshots = snapshots
         self._quota = config.max_bytes
         self._stored = read_status(objects).bytes if config.max_bytes is not None else 0
@@ -292,7 +295,11 @@ class _Watch:
         if now - self._looked < _SLOW_SECONDS:
             return
         self._looked = now
-        self._dispatcher.drain_nodes(self._draining_nodes())
+        if not self._pool.has_nodes():
+            message = "no node of the Ray cluster is left; run the same command to go on"
+            self._dispatcher.end(Event.CLUSTER_GONE, message, now)
+            return
+        self._dispatcher.drain_nodes(self._pool.draining_nodes())
         try:
             newer = self._owner.beat()
         except StoreError:

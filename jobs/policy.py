@@ -34,6 +34,7 @@ class Event(StrEnum):
     STORE_GONE = "store failing for too long"
     NO_WORKERS = "no worker would start"
     NO_ROOM = "no room for the workers"
+    CLUSTER_GONE = "no node of the cluster is left"
     HOPELESS = "a unit fails even with all its prompts masked"
 
 
@@ -100,6 +101,7 @@ RULES: Final = MappingProxyType(
         Event.STORE_GONE: Rule(_U.NOTHING, _W.KEEP, _R.STOP, 75),
         Event.NO_WORKERS: Rule(_U.NOTHING, _W.KEEP, _R.STOP, 2),
         Event.NO_ROOM: Rule(_U.NOTHING, _W.KEEP, _R.STOP, 75),
+        Event.CLUSTER_GONE: Rule(_U.NOTHING, _W.KEEP, _R.STOP, 75),
         Event.HOPELESS: Rule(_U.NOTHING, _W.KEEP, _R.STOP, 2),
     }
 )

@@ -138,6 +138,10 @@ class RayPool:
         events = [self._event(ref) for ref in ready]
         return [event for event in events if event is not None]
 
+    def has_nodes(self) -> bool:
+        """Return whether any node of the cluster is left."""
+        return any(node["Alive"] for node in ray.nodes())
+
     def draining_nodes(self) -> frozenset[str]:
         """Return the nodes that were told to leave."""
         return frozenset(ray._private.state.state.get_draining_nodes())

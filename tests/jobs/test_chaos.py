@@ -124,3 +124,19 @@ def _tokens_of(config: Path, prompt_id: str) -> int:
     lengths = {prompt.prompt_id: prompt.num_tokens for prompt in prompts}
     assert sum(1 for length in lengths.values() if length == lengths[prompt_id]) == 1
     return lengths[prompt_id]
+
+
+def test_a_killed_raylet_of_a_lone_machine_ends_with_75_and_running_again_goes_on(
+    engine_config: Configs, tmp_path: Path
+) -> None:
+    config = engine_config(TEXTS * 2, capture={"unit_tokens": 128})
+    with RunProcess(config) as run:
+        run.wait_for("committed", 2)
+        driver = psutil.Process(run.process.pid)
+        raylet = next(c for c in driver.children(recursive=True) if c.name() == "raylet")
+        os.kill(raylet.pid, signal.SIGKILL)
+        assert run.finish() == 75, run.transcript()
+        assert run.named("worker lost: node lost")
+    with RunProcess(config) as again:
+        assert again.finish() == 0, again.transcript()
+    assert_complete(tmp_path / "run")

@@ -36,6 +36,7 @@ TABLE = [
     (Event.STORE_GONE, ForUnit.NOTHING, ForWorker.KEEP, ForRun.STOP, ExitCode.INTERRUPTED),
     (Event.NO_WORKERS, ForUnit.NOTHING, ForWorker.KEEP, ForRun.STOP, ExitCode.REFUSED),
     (Event.NO_ROOM, ForUnit.NOTHING, ForWorker.KEEP, ForRun.STOP, ExitCode.INTERRUPTED),
+    (Event.CLUSTER_GONE, ForUnit.NOTHING, ForWorker.KEEP, ForRun.STOP, ExitCode.INTERRUPTED),
     (Event.HOPELESS, ForUnit.NOTHING, ForWorker.KEEP, ForRun.STOP, ExitCode.REFUSED),
 ]
 
