@@ -13,8 +13,13 @@ from typing import Any, ClassVar, Literal, Self, TypeGuard, cast
 import ml_dtypes
 import numpy as np
 from zarr.core.dtype import data_type_registry
-from zarr.core.dtype.common import DataTypeValidationError, HasEndianness, HasItemSize
+from zarr.core.dtype.common import HasEndianness, HasItemSize
 from zarr.core.dtype.wrapper import ZDType
+
+try:
+    from zarr.errors import DataTypeValidationError  # type: ignore[attr-defined,unused-ignore]
+except ImportError:  # zarr-python 3.1
+    from zarr.core.dtype.common import DataTypeValidationError
 
 NAME: Literal["bfloat16"] = "bfloat16"
 _NATIVE = np.dtype(ml_dtypes.bfloat16)
