@@ -81,7 +81,8 @@ def run(
         )
         status = outcome.status
         if as_json:
-            body = {"run": outcome.run_id, "exit_code": int(outcome.exit_code)}
+            body: dict[str, Any] = {"run": outcome.run_id, "exit_code": int(outcome.exit_code)}
+            body["bound"] = outcome.bound.as_json() if outcome.bound else None
             typer.echo(json.dumps({**body, **status.as_json()}))
         else:
             typer.echo(
@@ -89,6 +90,8 @@ def run(
                 f"stored, {status.prompts_failed} failed, {status.prompts_skipped} skipped, "
                 f"{human_bytes(status.bytes)}"
             )
+            if outcome.bound is not None:
+                typer.echo(outcome.bound.sentence())
             if status.prompts_failed:
                 typer.echo(f"what failed, and why: attnstore ls {settings.output} --failed")
     raise typer.Exit(int(outcome.exit_code))

@@ -160,6 +160,8 @@ class EngineConfig(Section):
     device_bytes: Bytes = 1 << 30
     slot_bytes: Bytes = 64 << 20
     writer_threads: Annotated[int, Field(ge=1)] = 2
+    writer_processes: bool | None = None
+    """Whether each writer is a process instead of a thread; null: beside a GPU, not on a CPU."""
     units_in_flight: Annotated[int, Field(ge=1, le=8)] = 2
     """Units inside one engine at a time: while one ends, the next already fills its steps."""
     seed: Annotated[int, FROZEN] = 0
@@ -267,6 +269,7 @@ class RunConfig(Section):
             device_bytes=self.engine.device_bytes,
             slot_bytes=self.engine.slot_bytes,
             writer_threads=self.engine.writer_threads,
+            writer_processes=self.engine.writer_processes,
         )
 
     def location(self) -> StoreLocation:

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from capture.settings import UnitResult
+from jobs.bound import Bound, find_bound
 from jobs.config import RunConfig
 from jobs.dispatch import Dispatcher
 from jobs.dry_run import check_quota
@@ -79,6 +80,8 @@ class RunOutcome:
 
     status: RunStatus
     run_id: str
+    bound: Bound | None = None
+    """What this driver's part of the run waited for; None where it captured nothing."""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -112,13 +115,13 @@ def run(
         prepared = _prepare(objects, config, prepared, options, log)
         log.run_id = prepared.manifest.run_id
         check_quota(objects, config, prepared)
-        _capture(objects, config, prepared, damaged, owner, options, log, view)
+        bound = _capture(objects, config, prepared, damaged, owner, options, log, view)
     except StoreError as error:
         raise RunInterrupted(f"the store failed under the driver: {error}") from error
     finally:
         with suppress(StoreError):  # Without a goodbye the next driver only waits a little.
             owner.release()
-    return RunOutcome(read_status(objects), prepared.manifest.run_id)
+    return RunOutcome(read_status(objects), prepared.manifest.run_id, bound)
 
 
 def _prepare(
@@ -163,14 +166,14 @@ def _capture(
     options: RunOptions,
     log: EventLog,
     view: Callable[[], ProgressView],
-) -> None:
+) -> Bound | None:
     done = committed_mask(objects, prepared.num_units)
     units = unit_columns(objects, prepared)
     repairs = {unit: begin_repair(objects, unit) for unit in damaged}
     done[damaged] = False
     schedule = Schedule(units, done, config.workers.max_attempts, repairs)
     if not schedule.num_missing:
-        return
+        return None
     from jobs.ray_pool import RayPool, connect, disconnect
 
     spec = WorkerSpec(
@@ -210,6 +213,8 @@ def _capture(
     finally:
         disconnect()
     _raise_ending(dispatcher, schedule)
+    threads = config.engine.tensor_parallel_size * config.engine.writer_threads
+    return find_bound(dispatcher.counters.stalls, meter.worker_seconds, threads)
 
 
 def find_damage(objects: ObjectStore, *, deep: bool, log: EventLog) -> list[int]:
@@ -319,10 +324,15 @@ class _Meter:
         self._schedule = schedule
         self._units_planned = units_planned
         self._tokens = tokens
-        self._started = time.monotonic()
+        self._started = self._last = time.monotonic()
+        self.worker_seconds = 0.0
+        """How long workers held units so far, summed over workers."""
 
     def snapshot(self) -> Snapshot:
         workers = self._dispatcher.workers.values()
+        now = time.monotonic()
+        self.worker_seconds += (now - self._last) * sum(1 for worker in workers if worker.orders)
+        self._last = now
         counters = self._dispatcher.counters
         orders = [order for worker in workers for order in worker.orders.values()]
         bytes_per_token = max(
