@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo lint format test sweep sweeps soak clean
+.PHONY: help install model demo lint format test models sweep sweeps soak clean
 
 help: ## say what can be made
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,9 @@ test: lint model ## lint, then every test that this machine can run
 
 soak: install ## race and kill writers for ten minutes on each back end
 	ATTNSTORE_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/store/test_soak.py $(PYTEST_ARGS)
+
+models: install ## put every family of models through its checks and write docs/models.md
+	$(BIN)/python -m tests.capture.models_report
 
 clean: ## remove what the demo and the tools wrote; .venv and .cache stay
 	rm -rf demo-run demo-out sweep-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

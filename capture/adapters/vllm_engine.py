@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from capture.adapters.contract import check_contract
+from capture.adapters.meta_kernels import register_meta_kernels
 from capture.adapters.vllm_runner import EXTRA_ARG
 from capture.errors import PromptRefused
 from capture.refusals import refuse_model, refuse_options
@@ -120,6 +121,7 @@ def start_engine(settings: EngineSettings, capture: CaptureSettings | None) -> S
         from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
         _set_torch_accelerator_to_noop()
+        register_meta_kernels()
     from nnsight.modeling.vllm import VLLM
 
     check_contract()

@@ -37,8 +37,8 @@ def tiny(
     """
     if family not in FAMILIES:
         raise ValueError(f"no tiny checkpoint for {family!r}; there are {', '.join(FAMILIES)}")
-    settings = {"vocab_size": VOCABULARY, **FAMILIES[family], **overrides}
-    recipe = {"family": family, "seed": seed, "dtype": dtype, "version": 1, "settings": settings}
+    settings = {"vocab_size": VOCABULARY, **FAMILIES[family].settings, **overrides}
+    recipe = {"family": family, "seed": seed, "dtype": dtype, "version": 2, "settings": settings}
 
     def build(folder: Path) -> None:
         _save_model(folder, family, settings, seed, dtype)
@@ -63,7 +63,9 @@ def _save_model(folder: Path, family: str, settings: dict[str, Any], seed: int, 
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             drawn = torch.randn(weight.shape, generator=generator)
-            if "norm" in name or "ln_" in name:
+            if name.endswith("sinks"):
+                weight.copy_(drawn)  # a sink near 0 in every head would hide a swap of heads
+            elif "norm" in name or "ln_" in name:
                 weight.add_(drawn, alpha=NORM_SPREAD)  # around its start, which is 1 or 0
             else:
                 weight.copy_(drawn * WEIGHT_STD)

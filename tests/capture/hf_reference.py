@@ -16,15 +16,18 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class LayerReference:
-    """One layer on one prompt, float32: what went into the attention and what came out."""
+    """One layer on one prompt, float32: what went into the attention and what came out.
 
-    rot_q_HTD: np.ndarray
-    rot_k_KTD: np.ndarray
-    v_KTD: np.ndarray
+    None where the implementation does not show it.
+    """
+
+    rot_q_HTD: np.ndarray | None
+    rot_k_KTD: np.ndarray | None
+    v_KTD: np.ndarray | None
     z_HTD: np.ndarray
-    pattern_HTT: np.ndarray
+    pattern_HTT: np.ndarray | None
 
-    def site(self, name: str) -> np.ndarray:
+    def site(self, name: str) -> np.ndarray | None:
         return {
             "rot_q": self.rot_q_HTD,
             "rot_k": self.rot_k_KTD,
@@ -35,20 +38,38 @@ class LayerReference:
 
 
 class HFReference:
-    """A checkpoint in transformers, float32, eager attention with a recorder around it."""
+    """A checkpoint in transformers, float32, with a recorder around its attention.
 
-    def __init__(self, model_dir: Path | str) -> None:
+    Most families call one module-level function with q, k and v; the older ones (BLOOM, Falcon)
+    compute inside the module, where z is the input of its `dense` and q, k and v do not show.
+    """
+
+    def __init__(
+        self, model_dir: Path | str, implementation: str = "eager", **settings: Any
+    ) -> None:
+        """Load a checkpoint; `settings` replace settings of its config."""
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(
-            str(model_dir), dtype=torch.float32, attn_implementation="eager"
+            str(model_dir), dtype=torch.float32, attn_implementation=implementation, **settings
         ).eval()
         self._records: list[LayerReference] = []
+        self._restore: list[Any] = []
         names = sys.modules[type(self.model).__module__]
+        if hasattr(names, "eager_attention_forward"):
+            self._record_function(names)
+        else:
+            self._record_modules(implementation)
+
+    def _record_function(self, names: Any) -> None:
         original = names.eager_attention_forward
+        # OPT hands over queries that are scaled already, where vLLM scales in the kernel.
+        scaled_before = self.model.config.model_type == "opt"
 
         def recording(module: Any, query: Any, key: Any, value: Any, *args: Any, **kw: Any) -> Any:
             output, weights = original(module, query, key, value, *args, **kw)
+            if scaled_before:
+                query = query / query.shape[-1] ** -0.5
             self._records.append(
                 LayerReference(
                     query[0].numpy().copy(),
@@ -61,7 +82,29 @@ class HFReference:
             return output, weights
 
         names.eager_attention_forward = recording
-        self._restore = lambda: setattr(names, "eager_attention_forward", original)
+        self._restore.append(lambda: setattr(names, "eager_attention_forward", original))
+
+    def _record_modules(self, implementation: str) -> None:
+        heads = self.model.config.num_attention_heads
+        inputs: list[Any] = []
+
+        def before_dense(module: Any, args: tuple[Any, ...]) -> None:
+            inputs.append(args[0][0].view(args[0].shape[1], heads, -1).transpose(0, 1))
+
+        def after_attention(module: Any, args: Any, output: Any) -> None:
+            shown = implementation == "eager" and output[1] is not None
+            pattern = output[1][0].numpy().copy() if shown else None
+            self._records.append(
+                LayerReference(None, None, None, inputs.pop().numpy().copy(), pattern)
+            )
+
+        for _, module in self.model.named_modules():
+            if type(module).__name__.endswith("Attention") and hasattr(module, "dense"):
+                handles = (
+                    module.dense.register_forward_pre_hook(before_dense),
+                    module.register_forward_hook(after_attention),
+                )
+                self._restore += [handle.remove for handle in handles]
 
     def layers(self, token_ids: list[int] | np.ndarray) -> list[LayerReference]:
         """Run one prompt alone and return what each layer's attention saw and gave, in order."""
@@ -72,4 +115,5 @@ class HFReference:
         return list(self._records)
 
     def close(self) -> None:
-        self._restore()
+        for restore in self._restore:
+            restore()

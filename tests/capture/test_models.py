@@ -1,0 +1,106 @@
+"""Every family's own attention, as a tiny random checkpoint, against transformers.
+
+One family per semantic runs here each time. `make models` (tests/capture/models_report.py) puts
+every family through the same checks, on one rank and two, and writes docs/models.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from capture.checkpoints.families import FAMILIES
+from capture.checkpoints.tiny import tiny
+from tests.capture.comparison import assert_close, assert_matches_reference, mixed_values
+from tests.capture.hf_reference import HFReference
+from tests.capture.live_capture import Captured, LiveCapture, capture_live
+
+pytestmark = pytest.mark.engine
+
+MODELS = Path(__file__).resolve().parents[2] / ".cache" / "models"
+TOLERANCE = 2e-5
+"""Of the largest value of a layer; of patterns, absolute. Seen: at most 2e-6."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where vLLM and transformers differ in what they compute, and how the reference allows it."""
+
+    why: str
+    reference: dict[str, Any] = field(default_factory=dict)
+    tolerance: float = TOLERANCE
+
+
+DIFFERENCES = {
+    "falcon_alibi": Difference(
+        "transformers' eager implementation adds ALiBi twice; compared with its sdpa "
+        "implementation, which shows no pattern",
+        {"implementation": "sdpa"},
+    ),
+    "cohere2": Difference(
+        "vLLM's window holds one key more; compared with a reference whose window does too",
+        {"sliding_window": 13},
+    ),
+    "bloom": Difference("vLLM's GELU is another approximation", tolerance=1e-3),
+}
+
+
+def checkpoint(family: str) -> Path:
+    return tiny(family, MODELS / f"tiny-{family.replace('_', '-')}")
+
+
+def prompts() -> list[list[list[int]]]:
+    """Two units of prompts, the longest longer than any window and than half a step."""
+    rng = np.random.default_rng(3)
+    return [[rng.integers(3, 320, n).tolist() for n in unit] for unit in ((40, 1, 9), (70, 25))]
+
+
+def capture_families(folder: Path, families: Iterable[str], ranks: int = 1) -> dict[str, Captured]:
+    """Capture families one after another in one process."""
+    engine = {"max_num_batched_tokens": 64, "tensor_parallel_size": ranks, "max_model_len": 256}
+    wanted = {
+        family: LiveCapture(str(folder / family), str(checkpoint(family)), prompts(), engine)
+        for family in families
+    }
+    done = capture_live(list(wanted.values()), seconds=60.0 + 40.0 * len(wanted), keep_going=True)
+    return dict(zip(wanted, done, strict=True))
+
+
+def check_family(family: str, captured: Captured) -> dict[str, float]:
+    """Assert that a family's rows are transformers' own; return the largest differences."""
+    assert captured.error is None, captured.error
+    assert [result["error"] for result in captured.results] == [None, None]
+    run = captured.run
+    difference = DIFFERENCES.get(family, Difference(""))
+    reference = HFReference(captured.wanted.model, **difference.reference)
+    worst: dict[str, float] = {}
+    try:
+        for number in range(5):
+            prompt = f"p{number}"
+            layers = reference.layers(captured.wanted.ids(number))
+            errors = assert_matches_reference(run, prompt, layers, difference.tolerance)
+            mixed, z = mixed_values(run, prompt)
+            errors["pattern @ v"] = assert_close(f"z of {prompt}", mixed, z, TOLERANCE)
+            worst = {site: max(worst.get(site, 0.0), error) for site, error in errors.items()}
+    finally:
+        reference.close()
+    return worst
+
+
+IN_CI = [name for name, family in FAMILIES.items() if family.in_ci]
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+
+
+@pytest.fixture(scope="module")
+def ci_captures(tmp_path_factory) -> dict[str, Captured]:
+    return capture_families(tmp_path_factory.mktemp("families"), IN_CI)
+
+
+@pytest.mark.parametrize("family", IN_CI)
+def test_a_family_is_stored_as_transformers_computes_it(family: str, ci_captures) -> None:
+    check_family(family, ci_captures[family])
