@@ -82,9 +82,12 @@ class FsspecStore:
     def size(self, name: str) -> int:
         """Return the file's size."""
         try:
-            return int(self._files()[0].info(self._path(name))["size"])
+            found = self._files()[0].info(self._path(name))
         except FileNotFoundError as error:
             raise ObjectNotFound(f"{self.url}: there is no {name}") from error
+        if found["type"] != "file":
+            raise ObjectNotFound(f"{self.url}: {name} is a folder, not an object")
+        return int(found["size"])
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """Yield the files under a folder by name."""

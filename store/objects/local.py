@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from typing_extensions import Buffer
 
-from store.errors import DamagedObject, ObjectExists, ObjectNotFound, StoreError
+from store.errors import DamagedObject, ObjectExists, ObjectNotFound, RunError, StoreError
 from store.keys import checked_name
 from store.objects.protocol import ByteRange, ObjectInfo
 
 TEMPORARY_FOLDER = ".tmp"
+_FOLDER_TRIES = 20
 _MAX_GATHERED = min(os.sysconf("SC_IOV_MAX"), 1024)
 
 
@@ -41,45 +43,40 @@ class LocalStore:
     def put(self, name: str, parts: Sequence[Buffer]) -> None:
         """Write `parts` without copying them together, flush, and rename into place."""
         path = self._path(name)
-        temporary = self._write_temporary(parts)
-        try:
-            self._make_folder(os.path.dirname(path))
-            os.replace(temporary, path)
-        except BaseException:
-            _remove_quietly(temporary)
-            raise
+        with self._reported(name):
+            temporary = self._write_temporary(parts)
+            try:
+                self._in_folder_of(path, lambda: os.replace(temporary, path))
+            except BaseException:
+                _remove_quietly(temporary)
+                raise
 
     def create(self, name: str, data: Buffer) -> None:
-        """Write, flush, link without replacing, and flush every folder on the way. Atomic."""
+        """Write, flush, link without replacing, and flush every folder on the way. Atomic.
+
+        Needs a file system with hard links, as all that a run should be kept on have.
+        """
         path = self._path(name)
-        temporary = self._write_temporary([data])
-        try:
-            self._make_folder(os.path.dirname(path))
-            os.link(temporary, path)
-        except FileExistsError as error:
-            raise ObjectExists(f"{self._root}: {name} is already there") from error
-        finally:
-            _remove_quietly(temporary)
-        self._sync_folders_down_to(os.path.dirname(path))
+        with self._reported(name):
+            temporary = self._write_temporary([data])
+            try:
+                self._in_folder_of(path, lambda: os.link(temporary, path))
+            except FileExistsError as error:
+                raise ObjectExists(f"{self._root}: {name} is already there") from error
+            finally:
+                _remove_quietly(temporary)
+            self._sync_folders_down_to(os.path.dirname(path))
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """Return the whole file, its size checked before anything is read."""
-        descriptor = self._open(name)
-        try:
-            size = os.fstat(descriptor).st_size
+        with self._opened(name) as (descriptor, size):
             if size > max_bytes:
-                raise StoreError(
-                    f"{self._root}: {name} has {size} bytes, more than {max_bytes} allowed"
-                )
+                raise StoreError(f"{self._root}: {name} has {size} bytes, {max_bytes} are allowed")
             return _read_exactly(descriptor, ByteRange(0, size), name)
-        finally:
-            os.close(descriptor)
 
     def get_ranges(self, name: str, ranges: Sequence[ByteRange]) -> list[bytes]:
         """Return each range, read one after the other from one open file."""
-        descriptor = self._open(name)
-        try:
-            size = os.fstat(descriptor).st_size
+        with self._opened(name) as (descriptor, size):
             for wanted in ranges:
                 if wanted.start < 0 or wanted.length < 0 or wanted.start + wanted.length > size:
                     raise DamagedObject(
@@ -87,15 +84,14 @@ class LocalStore:
                         f"bytes from {wanted.start}; run `attnstore verify`"
                     )
             return [_read_exactly(descriptor, wanted, name) for wanted in ranges]
-        finally:
-            os.close(descriptor)
 
     def size(self, name: str) -> int:
         """Return the file's size."""
-        try:
-            return os.stat(self._path(name)).st_size
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise ObjectNotFound(f"{self._root}: there is no {name}") from error
+        with self._reported(name):
+            found = os.stat(self._path(name))
+            if not stat.S_ISREG(found.st_mode):
+                raise ObjectNotFound(f"{self._root}: {name} is a folder, not an object")
+            return found.st_size
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """Yield the files below a folder; folders that sort wholly below `after` stay unopened."""
@@ -123,9 +119,11 @@ class LocalStore:
         folder = self._path(prefix.rstrip("/")) if prefix else self._root
         if not os.path.isdir(folder):
             return
-        for path, _, _ in os.walk(folder, topdown=False):
-            _sync_folder(path)
-        self._sync_folders_down_to(folder)
+        with self._reported(prefix):
+            for path, _, _ in os.walk(folder, topdown=False):
+                with suppress(FileNotFoundError):
+                    _sync_folder(path)
+            self._sync_folders_down_to(folder)
 
     def stale_temporaries(self, before: float, *, delete: bool = False) -> int:
         """Count temporary files not written to since `before` (seconds since 1970); may delete."""
@@ -141,11 +139,46 @@ class LocalStore:
     def _path(self, name: str) -> str:
         return os.path.join(self._root, checked_name(name))
 
-    def _open(self, name: str) -> int:
+    @contextmanager
+    def _reported(self, name: str) -> Iterator[None]:
+        """Turn the operating system's errors into the store's, with their errno."""
         try:
-            return os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+            yield
+        except (StoreError, RunError):
+            raise
         except (FileNotFoundError, NotADirectoryError) as error:
             raise ObjectNotFound(f"{self._root}: there is no {name}") from error
+        except OSError as error:
+            failure = StoreError(f"{self._root}: {name}: {error.strerror or error}")
+            failure.errno = error.errno
+            raise failure from error
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[tuple[int, int]]:
+        with self._reported(name):
+            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                found = os.fstat(descriptor)
+                if not stat.S_ISREG(found.st_mode):
+                    raise ObjectNotFound(f"{self._root}: {name} is a folder, not an object")
+                yield descriptor, found.st_size
+            finally:
+                os.close(descriptor)
+
+    def _in_folder_of(self, path: str, place: Callable[[], None]) -> None:
+        """Make the folder of `path` and act in it; again if someone removes it in between.
+
+        A folder made before may be gone: gc removes those it empties.
+        """
+        folder = os.path.dirname(path)
+        for _ in range(_FOLDER_TRIES):
+            self._make_folder(folder)
+            try:
+                place()
+                return
+            except FileNotFoundError:
+                self._made.discard(folder)
+        raise StoreError(f"{folder} is removed again and again while it is written to")
 
     def _make_folder(self, folder: str) -> None:
         if folder not in self._made:
@@ -156,8 +189,9 @@ class LocalStore:
         folder = os.path.join(self._root, TEMPORARY_FOLDER)
         path = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(8)}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._make_folder(folder)
-        descriptor = os.open(path, flags, 0o666)
+        opened: list[int] = []
+        self._in_folder_of(path, lambda: opened.append(os.open(path, flags, 0o666)))
+        (descriptor,) = opened
         try:
             _write_gathered(descriptor, parts)
             os.fsync(descriptor)

@@ -3,6 +3,11 @@
 An `ObjectStore` is rooted at a URL; names are relative, slash-separated, checked by `store.keys`.
 Every put is whole-object: a reader sees all of it or none. `create` is atomic: of any number of
 writers that race one name exactly one wins and the others get `ObjectExists`.
+
+Bounds: no call reads more into memory than it is allowed or asked for, and none copies a put's
+parts together above 32 MiB. Every call ends: a back end over a network gives each request a
+time-out (120 s unless options say otherwise), tries again with growing random pauses for at most
+180 s, then raises `StoreError`.
 """
 
 from __future__ import annotations

@@ -77,6 +77,19 @@ def test_absent_objects(objects):
     objects.delete("absent")
 
 
+def test_a_folder_is_no_object(objects):
+    objects.put("folder/below/x", [b"x"])
+    for name in ("folder", "folder/below"):
+        for read in (
+            lambda name=name: objects.get(name, max_bytes=1 << 20),
+            lambda name=name: objects.size(name),
+            lambda name=name: objects.get_ranges(name, [ByteRange(0, 1)]),
+        ):
+            with pytest.raises(ObjectNotFound):
+                read()
+    assert [info.name for info in objects.list("")] == ["folder/below/x"]
+
+
 def test_a_bigger_object_than_allowed_is_not_read(objects):
     objects.put("big", [b"x" * 1000])
     with pytest.raises(StoreError, match="1000"):

@@ -1,0 +1,98 @@
+"""From URL to back end, and the probe that refuses one where two writers can win."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from store.errors import ObjectExists, StoreError, StoreNotAtomic
+from store.objects.fsspec_store import FsspecStore
+from store.objects.local import LocalStore
+from store.objects.obstore_store import ObstoreStore
+from store.objects.open import open_store
+from store.objects.probe import probe_create_only
+
+
+def test_urls_find_their_back_ends(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert isinstance(open_store(tmp_path), LocalStore)
+    assert open_store("~/run").url == str(tmp_path / "run")
+    assert open_store("file:///data/my%20run").url == "/data/my run"
+    for url in ("s3://b/run", "gs://b/run", "az://c/run", "https://host/run", "memory://run"):
+        assert isinstance(open_store(url), ObstoreStore)
+        assert open_store(url).url == url
+    for url in ("hf://datasets/x/y", "simplecache::s3://b/run", "sftp://host/run"):
+        assert isinstance(open_store(url), FsspecStore)
+
+
+def test_a_url_that_nobody_serves(tmp_path):
+    with pytest.raises(StoreError, match="no back end for gopher"):
+        open_store("gopher://host/run").get("run.json", max_bytes=10)
+
+
+def test_memory_is_one_place_per_url():
+    open_store("memory://shared/run").put("x", [b"x"])
+    assert open_store("memory://shared/run").get("x", max_bytes=1) == b"x"
+    assert list(open_store("memory://other/run").list("")) == []
+
+
+def test_fsspec_file_systems_are_read_only_unless_known_atomic(tmp_path):
+    (tmp_path / "run.json").write_bytes(b"{}")
+    objects = FsspecStore(f"file://{tmp_path}")
+    assert objects.get("run.json", max_bytes=10) == b"{}"
+    for write in (
+        lambda: objects.put("x", [b"x"]),
+        lambda: objects.create("x", b"x"),
+        lambda: objects.delete("run.json"),
+    ):
+        with pytest.raises(StoreError, match="can only be read"):
+            write()
+
+
+def test_settings_come_from_the_environment_too(monkeypatch):
+    from tests.store.fault_server import fault_server
+
+    with fault_server() as server:
+        server.accepted_keys = {"from-environment"}
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-environment")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+        monkeypatch.setenv("AWS_REGION", "us-east-1")
+        open_store(server.url).put("x", [b"x"])
+        assert server.objects == {"x": b"x"}
+
+
+class LooksFirst(LocalStore):
+    """Creates like fsspec's generic file systems: looks, then writes."""
+
+    def create(self, name, data):
+        if name in {info.name for info in self.list("checks/")}:
+            raise ObjectExists(name)
+        time.sleep(0.02)
+        self.put(name, [bytes(data)])
+
+
+class IgnoresTheCondition(LocalStore):
+    """Creates like a server that does not know If-None-Match."""
+
+    def create(self, name, data):
+        self.put(name, [bytes(data)])
+
+
+class NobodyWins(LocalStore):
+    """Says that the name is taken to every racer."""
+
+    def create(self, name, data):
+        self.put(name, [bytes(data)])
+        super().create(name, data)
+
+
+@pytest.mark.parametrize("kind", [LooksFirst, IgnoresTheCondition, NobodyWins])
+def test_the_probe_refuses_a_back_end_that_is_not_atomic(tmp_path, kind):
+    objects = kind(tmp_path)
+    with pytest.raises(StoreNotAtomic, match="told"):
+        probe_create_only(objects)
+    assert list(objects.list("")) == []
+    assert threading.active_count() < 20
