@@ -49,6 +49,9 @@ def told() -> Iterator[None]:
         yield
     except JobError as error:
         _fail(error, int(error.exit_code))
+    except KeyboardInterrupt as error:
+        typer.echo("attnstore: interrupted; run the same command again", err=True)
+        raise typer.Exit(int(ExitCode.INTERRUPTED)) from error
     except (RunError, StoreError) as error:
         _fail(error, int(ExitCode.REFUSED))
 

@@ -177,7 +177,7 @@ class WorkersConfig(Section):
     max: Annotated[int | None, Field(ge=1)] = None
     """Elastic between `min` and `max`: all are asked for, the run goes on with those there are."""
     address: str | None = None
-    """An existing Ray cluster (`auto`, `ray://...`); null starts Ray on this machine."""
+    """An existing Ray cluster (`auto`, `host:6379`); null starts Ray on this machine."""
     num_cpus: Annotated[float | None, Field(ge=0)] = None
     num_gpus: Annotated[float | None, Field(ge=0)] = None
     """Per worker; null asks for tensor_parallel_size GPUs where the cluster has any, else CPUs."""

@@ -11,6 +11,8 @@ import csv
 import hashlib
 import io
 import json
+import lzma
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +26,8 @@ from jobs.errors import SourceError
 
 _BLOCK_BYTES = 1 << 20
 _MAX_JSON_BYTES = 1 << 30
+_STAMPS = ("ETag", "etag", "md5Hash", "mtime", "LastModified")
+_MAX_FIELD_CHARACTERS = 1 << 30
 _COMPRESSED = (".gz", ".zst", ".zstd", ".bz2", ".xz")
 _BY_SUFFIX = {
     ".jsonl": SourceFormat.JSONL,
@@ -36,6 +40,22 @@ _BY_SUFFIX = {
     ".text": SourceFormat.TEXT,
     ".arrow": SourceFormat.HF_DATASET,
 }
+
+
+def _zstd_error() -> type[Exception]:
+    """zstandard is there where runs are made, not where they are only read."""
+    try:
+        from zstandard import ZstdError
+    except ImportError:
+        return ValueError
+    return ZstdError  # type: ignore[no-any-return, unused-ignore]
+
+
+_READ_ERRORS = (
+    OSError, EOFError, ValueError, csv.Error, zlib.error, lzma.LZMAError, pa.ArrowException,
+    _zstd_error(),
+)  # fmt: skip
+"""What readers and decompressors raise for files that are not what they should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +90,7 @@ class PromptSource:
             try:
                 for number, row in enumerate(self._read(file.url, kind), start=1):
                     yield SourceRecord(row, f"{file.url}:{number}")
-            except (OSError, ValueError, pa.ArrowException) as error:
+            except _READ_ERRORS as error:
                 if isinstance(error, SourceError):
                     raise
                 raise SourceError(f"cannot read {file.url} as {kind}: {error}") from error
@@ -101,14 +121,7 @@ class PromptSource:
 
     def _describe(self, name: str) -> SourceFile:
         info = self._fs.info(name)
-        stamp = next(
-            (
-                str(info[key])
-                for key in ("ETag", "etag", "md5Hash", "mtime", "LastModified")
-                if info.get(key)
-            ),
-            "",
-        )
+        stamp = next((str(info[key]) for key in _STAMPS if info.get(key)), "")
         return SourceFile(url=name, bytes=int(info.get("size") or 0), stamp=stamp)
 
     def _readable(self, names: Sequence[str]) -> list[str]:
@@ -147,6 +160,7 @@ class PromptSource:
             if kind is SourceFormat.JSONL:
                 yield from _jsonl_rows(text, name)
             elif kind is SourceFormat.CSV:
+                csv.field_size_limit(_MAX_FIELD_CHARACTERS)  # 128 KiB otherwise
                 yield from csv.DictReader(text, strict=True)
             elif kind is SourceFormat.TEXT:
                 for line in text:
