@@ -162,7 +162,7 @@ def summary_line(snapshot: Snapshot) -> str:
         f"{snapshot.retries} retries",
     ]
     if snapshot.stalls:
-        words.append("stalls " + " ".join(f"{k}={v:.1f}s" for k, v in snapshot.stalls.items()))
+        words.append("stages " + " ".join(f"{k}={v:.1f}s" for k, v in snapshot.stalls.items()))
     if eta is not None:
         words.append(f"eta {human_seconds(eta)}")
     return "progress " + ", ".join(words)

@@ -7,10 +7,12 @@ import json
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import jobs.driver
 from jobs.config import RunConfig
 from jobs.driver import RunOptions, RunOutcome
 from jobs.driver import run as run_job
@@ -26,9 +28,11 @@ from jobs.errors import (
 from jobs.event_log import EventLog
 from jobs.listing import prompt_rows
 from jobs.progress import progress_view
+from jobs.snapshots import SnapshotKeeper
 from jobs.status import read_status
 from store.commit import committed_units, read_commit
 from store.objects.open import open_store
+from store.snapshot import find_committed
 from store.verify import verify_run
 from tests.jobs.fake_worker import FakeWorker
 
@@ -290,6 +294,23 @@ def test_a_quota_reached_on_the_way_ends_the_run_cleanly(
     done = read_status(open_store(config.output))
     assert 2 < done.units_committed < 6
     assert len(drive.events("assigned")) == done.units_committed
+
+
+def test_snapshots_are_left_on_the_way_and_status_reads_them(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs.driver, "SnapshotKeeper", partial(SnapshotKeeper, every=3))
+    config = make_config(write_prompts([*TEXTS, ""]))
+    outcome = drive(config)
+    found = find_committed(open_store(config.output))
+    assert found.snapshot is not None
+    assert len(found.columns["unit"]) >= 3
+    assert outcome.status.as_json()["prompts"]["stored"] == 12
+    assert outcome.status.complete
+    assert drive(config).exit_code is ExitCode.SOME_FAILED
 
 
 def test_extending_adds_a_segment_once_and_keeps_what_is_stored(
