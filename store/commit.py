@@ -205,6 +205,9 @@ def _array_problems(commit: Commit) -> Iterator[str]:
     if len(set(sites)) != len(sites):
         yield f"a site is there twice: {sites}"
     shards: set[str] = set()
+    for name in ["zarr.json", *map(keys.array_metadata_key, sites)] if sites else []:
+        if name not in sizes:
+            yield f"{name} is not among the commit's objects"
     for array in commit.arrays:
         try:
             geometry = array.geometry()

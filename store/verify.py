@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -21,14 +21,15 @@ from store.codec import DTYPES, Codec
 from store.commit import commit_problems, committed_units, missing_objects, read_commit_leniently
 from store.errors import DamagedObject, FormatError, ObjectNotFound, RunError, StoreError
 from store.objects.protocol import ObjectStore
-from store.plan import read_prompts, read_segments, read_units
+from store.parquet_file import read_parquet
+from store.plan import read_segments
+from store.planned_units import PlannedUnits
 from store.run_format import (
     ArrayRecord,
     Commit,
     Document,
     ModelManifest,
     ObjectRecord,
-    PlanManifest,
     RunManifest,
     SnapshotManifest,
 )
@@ -41,56 +42,27 @@ from store.shard import (
     unpack_chunk_sizes,
 )
 from store.snapshot import COLUMNS, LATEST, CommittedUnits, UnitRow, read_snapshot, snapshot_names
+from store.verify_report import VerifyReport
 
 MAX_OBJECT_BYTES = 1 << 30
+SHALLOW_THREADS = 16
+DEEP_THREADS = 4
+BATCH_UNITS = 1000
 _CHUNK_CRC = np.dtype("<u4")
 _T = TypeVar("_T", bound=Document)
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One thing that is not as it should be; `name` is an object of the run."""
-
-    name: str
-    message: str
-    unit: int | None = None
-
-
-@dataclass(slots=True)
-class VerifyReport:
-    """What a verification looked at and what it found wrong."""
-
-    deep: bool
-    units: int = 0
-    objects: int = 0
-    bytes: int = 0
-    problems: list[Problem] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
-
-    @property
-    def damaged_units(self) -> list[int]:
-        """The units that have a problem of their own, which a repair can capture again."""
-        return sorted({problem.unit for problem in self.problems if problem.unit is not None})
-
-    def add(self, name: str, message: object, unit: int | None = None) -> None:
-        self.problems.append(Problem(name, str(message), unit))
 
 
 def verify_run(
     objects: ObjectStore,
     *,
     deep: bool = False,
-    threads: int = 4,
+    threads: int | None = None,
     progress: Callable[[VerifyReport], None] | None = None,
 ) -> VerifyReport:
     """Check a whole run and return everything that is wrong with it.
 
-    With `deep`, at most `threads` objects (of at most 64 MiB as this library writes them) are held
-    at a time. `progress` is called after each unit.
+    Works on `threads` units at a time (16), or with `deep` on as many objects of one unit (4), each
+    held whole: 64 MiB as this library writes them. `progress` is called after each unit.
     """
     report = VerifyReport(deep=deep)
     run = _document(objects, keys.RUN, RunManifest, report)
@@ -98,12 +70,17 @@ def verify_run(
     model = _document(objects, keys.MODEL, ModelManifest, report, optional=True)
     if model is not None and run_id is not None and model.run_id != run_id:
         report.add(keys.MODEL, f"belongs to run {model.run_id}, not {run_id}")
-    plans = _check_plan(objects, run_id, report, deep=deep)
-    with ThreadPoolExecutor(max_workers=max(1, threads), thread_name_prefix="verify") as pool:
-        for unit, key in committed_units(objects).items():
-            _check_unit(objects, unit, key, run_id, plans, report, pool if deep else None)
-            if progress is not None:
-                progress(report)
+    planned = _check_plan(objects, run_id, report, deep=deep)
+    workers = threads or (DEEP_THREADS if deep else SHALLOW_THREADS)
+    committed = list(committed_units(objects).items())
+    with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
+        check = partial(_check_unit, objects, run_id, planned, pool if deep else None)
+        for start in range(0, len(committed), BATCH_UNITS):
+            batch = committed[start : start + BATCH_UNITS]
+            for found in (map if deep else pool.map)(check, batch):
+                report.include(found)
+                if progress is not None:
+                    progress(report)
     _check_snapshots(objects, run_id, report, deep=deep)
     if deep:
         _check_other_documents(objects, report)
@@ -127,24 +104,24 @@ def _document(
 
 def _check_unit(
     objects: ObjectStore,
-    unit: int,
-    key: str,
     run_id: str | None,
-    plans: list[PlanManifest],
-    report: VerifyReport,
+    planned: PlannedUnits | None,
     pool: ThreadPoolExecutor | None,
-) -> None:
-    report.units += 1
+    committed: tuple[int, str],
+) -> VerifyReport:
+    unit, key = committed
+    report = VerifyReport(deep=pool is not None, units=1)
     try:
         commit = read_commit_leniently(objects, key)
         prefix = keys.attempt_prefix(commit.unit, commit.attempt)
     except (RunError, StoreError) as error:
         report.add(key, error, unit)
-        return
+        return report
     if run_id is not None and commit.run_id != run_id:
         report.add(key, f"belongs to run {commit.run_id}, not {run_id}", unit)
-    if plans and not any(p.first_unit <= unit < p.first_unit + p.num_units for p in plans):
-        report.add(key, "no plan segment has this unit", unit)
+    if planned is not None:
+        for problem in planned.contradictions(commit):
+            report.add(key, problem, unit)
     for problem in commit_problems(commit):
         report.add(key, problem, unit)
     listed = {info.name[len(prefix) :]: info.bytes for info in objects.list(prefix)}
@@ -159,6 +136,7 @@ def _check_unit(
         for record, message in zip(sound, checks, strict=True):
             if message is not None:
                 report.add(prefix + record.name, message, unit)
+    return report
 
 
 def _shards(commit: Commit) -> Iterator[tuple[str, tuple[ArrayRecord, int]]]:
@@ -223,31 +201,36 @@ def _shard_bytes_checksum(array: ArrayRecord, token_shard: int, data: bytes, nam
 
 def _check_plan(
     objects: ObjectStore, run_id: str | None, report: VerifyReport, *, deep: bool
-) -> list[PlanManifest]:
+) -> PlannedUnits | None:
+    """Check the plan's files and return its units, or None if they cannot be read."""
     try:
         plans = read_segments(objects)
     except (RunError, ObjectNotFound) as error:
         report.add(keys.PLAN, error)
-        return []
+        return None
+    tables = []
     for plan in plans:
         prefix = keys.plan_prefix(plan.segment)
         if run_id is not None and plan.run_id != run_id:
             report.add(prefix, f"belongs to run {plan.run_id}, not {run_id}")
         listed = {info.name[len(prefix) :]: info.bytes for info in objects.list(prefix)}
         for file in [*plan.prompts, *plan.units]:
+            report.objects += 1
+            report.bytes += file.bytes
             if listed.get(file.name) != file.bytes:
-                report.add(
-                    prefix + file.name, f"has {listed.get(file.name)} bytes, not {file.bytes}"
-                )
-        report.objects += len(plan.prompts) + len(plan.units)
-        report.bytes += sum(file.bytes for file in [*plan.prompts, *plan.units])
-        if deep:
-            for reader in (read_units, read_prompts):
-                try:
-                    reader(objects, plan)
-                except (RunError, StoreError) as error:
-                    report.add(prefix, error)
-    return plans
+                found = listed.get(file.name)
+                report.add(prefix + file.name, f"has {found} bytes, not {file.bytes}")
+        for file in plan.units if not deep else [*plan.prompts, *plan.units]:
+            try:
+                table = read_parquet(objects, prefix, file)
+            except (RunError, StoreError) as error:
+                report.add(prefix + file.name, error)
+                continue
+            if file in plan.units:
+                tables.append(table)
+    if sum(table.num_rows for table in tables) != sum(plan.num_units for plan in plans):
+        return None
+    return PlannedUnits.of(tables)
 
 
 def _check_snapshots(

@@ -62,7 +62,9 @@ class LocalStore:
             try:
                 self._in_folder_of(path, lambda: os.link(temporary, path))
             except FileExistsError as error:
-                raise ObjectExists(f"{self._root}: {name} is already there") from error
+                # Over NFS a link whose answer was lost is tried again and meets itself.
+                if os.stat(temporary).st_nlink < 2:
+                    raise ObjectExists(f"{self._root}: {name} is already there") from error
             finally:
                 _remove_quietly(temporary)
             self._sync_folders_down_to(os.path.dirname(path))

@@ -23,6 +23,7 @@ from tests.store.sample_run import (
     capture,
     make_unit,
     plan_tables,
+    write_manifests,
     write_run,
     write_unit,
 )
@@ -85,7 +86,7 @@ def test_the_highest_repair_counts(tmp_path):
     assert read_commit(objects, keys.commit_key(3, 1)).attempt == "b"
 
 
-@pytest.mark.parametrize("damage", ["gone", "short", "rows", "unlisted", "reason"])
+@pytest.mark.parametrize("damage", ["gone", "short", "rows", "unlisted", "reason", "metadata"])
 def test_an_incomplete_attempt_is_refused(tmp_path, damage):
     objects, shape = LocalStore(tmp_path), SampleShape()
     commit = write_unit(objects, shape, make_unit(shape, 0, 0, [300, 0], seed=1), "a")
@@ -97,6 +98,9 @@ def test_an_incomplete_attempt_is_refused(tmp_path, damage):
         objects.put(shard, [b"x" * 10])
     elif damage == "rows":
         prompts = prompts.model_copy(update={"num_rows": [299, 0]})
+    elif damage == "metadata":
+        records = [record for record in commit.objects if record.name != "v/zarr.json"]
+        commit = commit.model_copy(update={"objects": records})
     elif damage == "reason":
         prompts = prompts.model_copy(update={"reasons": {}})
     else:
@@ -145,6 +149,20 @@ def test_verify_lists_damage_and_never_raises(tmp_path, name, deep_only):
         assert not verify_run(objects).ok
     path.write_bytes(original)
     assert verify_run(objects, deep=True).ok
+
+
+def test_a_commit_of_other_prompts_than_planned_is_found(tmp_path):
+    objects, shape = LocalStore(tmp_path), SampleShape()
+    write_manifests(objects, shape, LENGTHS)
+    capture(objects, shape, make_unit(shape, 0, 0, [300, 0], seed=1))
+    capture(objects, shape, make_unit(shape, 1, 4, [1, 520], seed=1))
+    capture(objects, shape, make_unit(shape, 2, 5, [3], seed=1))
+    messages = {problem.unit: problem.message for problem in verify_run(objects).problems}
+    assert messages == {
+        0: "covers 2 prompts from 0, the plan's unit has 3 from 0",
+        1: "covers 2 prompts from 4, the plan's unit has 2 from 3",
+        2: "no plan segment has this unit",
+    }
 
 
 def test_two_shards_exchanged_are_found(tmp_path):

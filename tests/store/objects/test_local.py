@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from store.errors import ObjectNotFound, StoreError
+from store.errors import ObjectExists, ObjectNotFound, StoreError
 from store.objects import local
 from store.objects.local import LocalStore
 from tests.store.sample_run import SampleShape, capture, make_unit
@@ -104,6 +104,21 @@ def test_a_create_whose_folder_cannot_be_flushed_is_not_called_done(tmp_path, mo
     monkeypatch.setattr(local.os, "fsync", fail_on_folders)
     with pytest.raises(StoreError, match="Input/output"):
         objects.create("x", b"x")
+
+
+def test_a_link_whose_answer_was_lost_has_won(tmp_path, monkeypatch):
+    real = os.link
+
+    def link_twice(source, target):
+        real(source, target)
+        real(source, target)
+
+    monkeypatch.setattr(local.os, "link", link_twice)
+    objects = LocalStore(tmp_path)
+    objects.create("x", b"mine")
+    with pytest.raises(ObjectExists):
+        objects.create("x", b"another's")
+    assert objects.get("x", max_bytes=10) == b"mine"
 
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
