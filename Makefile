@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install model demo lint format test models sweep sweeps soak clean
+.PHONY: help install model demo lint format test chaos models sweep sweeps soak clean
 
 help: ## say what can be made
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -50,8 +50,11 @@ format: install ## let ruff format the tree
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-test: lint model ## lint, then every test that this machine can run
-	$(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+test: lint model ## lint, then every test that this machine can run in minutes
+	$(BIN)/python -m pytest -m "not gpu and not chaos" $(PYTEST_ARGS)
+
+chaos: install ## the long ones: strike at real runs in every way there is
+	$(BIN)/python -m pytest -m chaos tests/jobs $(PYTEST_ARGS)
 
 soak: install ## race and kill writers for ten minutes on each back end
 	ATTNSTORE_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/store/test_soak.py $(PYTEST_ARGS)

@@ -19,6 +19,7 @@ def show(
     out: Annotated[Path, typer.Option("--out", "--output", help="The PNG to write.")] = Path(
         "pattern.png"
     ),
+    as_json: JsonOption = False,
     options: StoreOption = [],  # noqa: B006
 ) -> None:
     """Draw one head's attention pattern as a PNG, its tokens as labels."""
@@ -28,7 +29,8 @@ def show(
 
         found = open_run(run_url, parsed(options))
         pattern = found.pattern(prompt=prompt, layer=layer, head=head)
-        typer.echo(draw_pattern(pattern, out, model=found.model.name))
+        path = draw_pattern(pattern, out, model=found.model.name)
+        typer.echo(json.dumps({"path": str(path)}) if as_json else path)
 
 
 def query(

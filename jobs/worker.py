@@ -63,7 +63,7 @@ class CaptureWorker:
         try:
             return self._work(self._engine, order)
         except Exception:  # noqa: BLE001 - whatever it was, this engine's state is unknown now
-            threading.Timer(GOODBYE_SECONDS, os._exit, (1,)).start()
+            _leave_soon()
             return WorkReport(finished=dict(self._batched), dead=traceback.format_exc(limit=-12))
 
     def _work(self, engine: CaptureEngine, order: UnitOrder | None) -> WorkReport:
@@ -110,3 +110,10 @@ class CaptureWorker:
 
         spec = self._spec
         return CaptureEngine.start(spec.engine, spec.capture, spec.location, spec.run_id)
+
+
+def _leave_soon() -> None:
+    """End the process once the report is out, whether or not the driver still lives to kill it."""
+    timer = threading.Timer(GOODBYE_SECONDS, os._exit, (1,))
+    timer.name, timer.daemon = "goodbye", True
+    timer.start()

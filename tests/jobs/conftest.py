@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,34 @@ def make_config(tmp_path: Path, word_model: Path) -> Callable[..., RunConfig]:
     return make
 
 
+@pytest.fixture(scope="session")
+def faults_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The file that fake engines read, named in the environment before any Ray starts."""
+    path = tmp_path_factory.mktemp("faults") / "faults.json"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FAULTS, str(path))
+        yield path
+
+
+@pytest.fixture(scope="module")
+def ray_address(faults_file: Path) -> Iterator[str]:
+    """One Ray on this machine for a module's tests; starting one takes longer than most of them."""
+    from ray.cluster_utils import Cluster
+
+    assert os.environ[FAULTS] == str(faults_file)
+    head = {"num_cpus": 8, "object_store_memory": 100 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    try:
+        yield cluster.address
+    finally:
+        cluster.shutdown()
+
+
 @pytest.fixture
-def faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def faults(faults_file: Path) -> Callable[..., Path]:
     """Set what the fake engine does wrong, also while it runs."""
-    path = tmp_path / "faults.json"
+    path = faults_file
     path.write_text("{}")
-    monkeypatch.setenv(FAULTS, str(path))
 
     def put(**what: Any) -> Path:
         path.write_text(json.dumps(what))

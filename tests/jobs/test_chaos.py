@@ -37,6 +37,7 @@ def test_a_killed_rank_takes_its_worker_along_and_nothing_is_lost(
     assert_complete(tmp_path / "run")
 
 
+@pytest.mark.chaos
 def test_a_hung_rank_is_found_by_the_deadline_and_killed(
     engine_config: Configs, tmp_path: Path
 ) -> None:
@@ -51,6 +52,7 @@ def test_a_hung_rank_is_found_by_the_deadline_and_killed(
     assert_complete(tmp_path / "run")
 
 
+@pytest.mark.chaos
 def test_a_killed_driver_leaves_nothing_running_and_running_again_goes_on(
     engine_config: Configs, tmp_path: Path
 ) -> None:
@@ -82,6 +84,7 @@ def test_sigterm_ends_with_75_after_what_was_in_flight(
     assert_complete(tmp_path / "run")
 
 
+@pytest.mark.chaos
 def test_a_second_driver_is_told_and_one_that_takes_over_wins(
     engine_config: Configs, tmp_path: Path
 ) -> None:
@@ -126,6 +129,7 @@ def _tokens_of(config: Path, prompt_id: str) -> int:
     return lengths[prompt_id]
 
 
+@pytest.mark.chaos
 def test_a_killed_raylet_of_a_lone_machine_ends_with_75_and_running_again_goes_on(
     engine_config: Configs, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_killed_node_costs_its_units_nothing_and_the_other_node_goes_on(
     assert_complete(tmp_path / "run")
 
 
+@pytest.mark.chaos
 @pytest.mark.s3
 def test_an_object_store_that_restarts_in_the_middle_costs_no_prompt(
     engine_config: Configs,
@@ -85,6 +86,7 @@ def test_an_object_store_that_restarts_in_the_middle_costs_no_prompt(
                 revived.wait(10)
 
 
+@pytest.mark.chaos
 @pytest.mark.s3
 def test_credentials_are_stored_nowhere(engine_config: Configs) -> None:
     with seaweedfs() as server:

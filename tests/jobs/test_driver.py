@@ -45,12 +45,16 @@ TEXTS = [f"w{i} w1 w2 w3" for i in range(10, 22)]
 class Driven:
     """Runs configs with the fake worker and keeps the log."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str) -> None:
+        self.address = address
         self.stream = io.StringIO()
         self.also: Callable[..., None] = lambda _event, **_fields: None
 
     def __call__(self, config: RunConfig, **options: bool) -> RunOutcome:
         log = NoticedLog(self)
+        if config.workers.address is None:
+            workers = config.workers.model_copy(update={"address": self.address})
+            config = config.model_copy(update={"workers": workers})
         view = lambda: progress_view(as_json=True, stream=io.StringIO())  # noqa: E731
         return run_job(config, RunOptions(worker=FakeWorker, **options), log, view)
 
@@ -72,8 +76,8 @@ class NoticedLog(EventLog):
 
 
 @pytest.fixture
-def drive() -> Driven:
-    return Driven()
+def drive(ray_address: str) -> Driven:
+    return Driven(ray_address)
 
 
 def statuses(config: RunConfig) -> dict[str, tuple[str, str | None]]:

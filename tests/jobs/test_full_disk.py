@@ -28,6 +28,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.chaos
 def test_a_full_disk_interrupts_the_run_and_more_room_lets_it_go_on(
     engine_config: Callable[..., Path], small_disk: Path
 ) -> None:

@@ -77,6 +77,8 @@ def test_a_run_with_bad_prompts_is_complete_and_running_again_changes_nothing(
     shown = ("--prompt", "p7", "--layer", "1", "--head", "2", "--out", str(picture))
     code, text = attnstore("show", str(output), *shown)
     assert (code, text.strip()) == (0, str(picture))
+    code, text = attnstore("show", str(output), *shown, "--json")
+    assert json.loads(text) == {"path": str(picture)}
     assert picture.read_bytes().startswith(b"\x89PNG")
 
     victim = next(path for path in sorted((output / "data").rglob("c/*/*/*/*")))
