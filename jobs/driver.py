@@ -121,7 +121,14 @@ def run(
     finally:
         with suppress(StoreError):  # Without a goodbye the next driver only waits a little.
             owner.release()
-    return RunOutcome(read_status(objects), prepared.manifest.run_id, bound)
+    status = read_status(objects)
+    if not status.complete:
+        # The store has the last word, whatever workers reported.
+        raise RunInterrupted(
+            f"all units were reported done, but {status.units_planned - status.units_committed} of "
+            f"{status.units_planned} have no commit in {objects.url}; run the same command again"
+        )
+    return RunOutcome(status, prepared.manifest.run_id, bound)
 
 
 def _prepare(

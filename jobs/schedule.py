@@ -83,8 +83,10 @@ class Schedule:
 
     def take(self) -> UnitOrder | None:
         """Return an order for the next unit that may run beside others, if there is one."""
-        if self._returned:
-            return self._ordered(self._returned.popleft())
+        while self._returned:
+            unit = self._returned.popleft()
+            if self._state[unit] == _PENDING:
+                return self._ordered(unit)
         while self._next < len(self._order):
             unit = int(self._order[self._next])
             self._next += 1
@@ -94,7 +96,11 @@ class Schedule:
 
     def take_alone(self) -> UnitOrder | None:
         """Return an order for the next unit that must be the only one in its engine."""
-        return self._ordered(self._alone.popleft()) if self._alone else None
+        while self._alone:
+            unit = self._alone.popleft()
+            if self._state[unit] == _PENDING:
+                return self._ordered(unit)
+        return None
 
     def repeat(self, unit: int) -> UnitOrder:
         """Return an order for one more attempt at a running unit (a straggler's double)."""
@@ -162,6 +168,7 @@ class Schedule:
         (self._returned if together else self._alone).append(unit)
 
     def _ordered(self, unit: int) -> UnitOrder:
+        assert self._state[unit] != _DONE, unit
         self._state[unit] = _RUNNING
         known = self._suspicions.get(unit) or _Suspicion()
         one_by_one = next_try(known.charges, self._max_attempts) is Try.ONE_BY_ONE

@@ -86,6 +86,8 @@ class FakeEngine:
         gate = self._faults.get("unless_exists")
         if error and not (gate and Path(gate).exists()):
             return UnitResult(task.unit, task.attempt, UnitStatus.FAILED, error=error)
+        if task.unit == self._faults.get("lie"):
+            return UnitResult(task.unit, task.attempt, UnitStatus.COMMITTED)
         row, first_rows, counts, outcomes = 0, [], [], []
         for prompt in task.prompts:
             ran = prompt.reason is None

@@ -217,6 +217,21 @@ def test_a_store_that_fails_for_a_while_charges_nobody(
     assert not drive.events("unit failed")
 
 
+def test_a_unit_reported_done_without_a_commit_is_not_believed(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    faults: Callable[..., Path],
+) -> None:
+    faults(lie=3)
+    config = make_config(write_prompts(TEXTS))
+    with pytest.raises(RunInterrupted, match="1 of 6 have no commit"):
+        drive(config)
+    faults()
+    assert drive(config).exit_code is ExitCode.DONE
+    assert set(statuses(config).values()) == {("stored", None)}
+
+
 def test_a_store_that_never_recovers_ends_the_run_to_be_run_again(
     drive: Driven,
     make_config: Callable[..., RunConfig],

@@ -1,0 +1,175 @@
+"""Dispatching under random faults: whatever dies, everything ends done and only poison is masked.
+
+The pool is made up: workers hold orders, die, hang, fail, lose their node; a few prompts are poison
+and kill whatever runs them. The clock is made up too, so that hours pass in milliseconds.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from capture.settings import EngineFacts, UnitResult, UnitStatus
+from jobs.dispatch import Dispatcher
+from jobs.fleet import DispatchLimits
+from jobs.messages import (
+    LossCause,
+    Lost,
+    Placed,
+    PoolEvent,
+    Reported,
+    Started,
+    StartFailed,
+    UnitOrder,
+    WorkerFacts,
+    WorkerId,
+    WorkReport,
+)
+from jobs.schedule import Schedule, UnitTable
+from tests.jobs.fake_worker import model_manifest
+
+UNITS, PROMPTS, IN_FLIGHT = 60, 5, 2
+
+
+class FaultyPool:
+    """Workers as `jobs.worker` behaves, with faults by chance."""
+
+    def __init__(self, chance: random.Random, poison: set[tuple[int, int]]) -> None:
+        self._chance = chance
+        self._poison = poison
+        self._calls: dict[WorkerId, list[UnitOrder | None]] = {}
+        self._inside: dict[WorkerId, list[UnitOrder]] = {}
+        self._reached: dict[WorkerId, int] = {}
+        self._starting: list[WorkerId] = []
+        self._hung: set[WorkerId] = set()
+        self._spawned = 0
+        self.committed: dict[int, list[UnitOrder]] = {}
+
+    def spawn(self) -> WorkerId:
+        number, self._spawned = self._spawned, self._spawned + 1
+        self._starting.append(number)
+        return number
+
+    def send(self, worker: WorkerId, order: UnitOrder | None) -> None:
+        self._calls[worker].append(order)
+        assert len(self._calls[worker]) <= 2, "more calls than a worker may have open"
+
+    def kill(self, worker: WorkerId) -> None:
+        for held in (self._calls, self._inside, self._reached):
+            held.pop(worker, None)
+        self._hung.discard(worker)
+        if worker in self._starting:
+            self._starting.remove(worker)
+
+    def poll(self, timeout: float) -> list[PoolEvent]:
+        del timeout
+        events: list[PoolEvent] = []
+        for worker in list(self._starting):
+            self._starting.remove(worker)
+            if self._chance.random() < 0.1:
+                events.append(StartFailed(worker, "no memory", LossCause.NODE_LOST))
+                continue
+            self._calls[worker], self._inside[worker] = [], []
+            facts = WorkerFacts("node", worker, EngineFacts(model_manifest("0" * 16), 64), 0.0)
+            events += [Placed(worker), Started(worker, facts)]
+        for worker in list(self._calls):
+            if self._calls[worker] and worker not in self._hung:
+                events += self._answer(worker)
+        return events
+
+    def _answer(self, worker: WorkerId) -> list[PoolEvent]:
+        luck = self._chance.random()
+        if luck < 0.01:
+            self._hung.add(worker)
+            return []
+        if luck < 0.04:
+            causes = [LossCause.DIED, LossCause.NODE_LOST, LossCause.PREEMPTED]
+            return [self._lose(worker, self._chance.choice(causes))]
+        order = self._calls[worker].pop(0)
+        inside = self._inside[worker]
+        if order is not None:
+            assert all(not held.batch_prompts for held in inside), "a suspect is not alone"
+            assert not (order.batch_prompts and inside), "a suspect is not alone"
+            inside.append(order)
+            self._reached[worker] = 0
+            if len(inside) < IN_FLIGHT and not order.batch_prompts:
+                return [Reported(worker, WorkReport())]
+        for held in inside:
+            if not held.batch_prompts and self._kills(held):
+                return [self._lose(worker, LossCause.DIED)]
+        if inside and inside[0].batch_prompts:
+            return [self._one_prompt(worker, inside[0])]
+        return [self._finished(worker, inside.pop(0))]
+
+    def _one_prompt(self, worker: WorkerId, order: UnitOrder) -> PoolEvent:
+        place = self._reached[worker]
+        masked = dict(order.masked)
+        while place in masked:
+            place += 1
+        if place >= order.num_prompts:
+            self._inside[worker].remove(order)
+            return self._finished(worker, order)
+        if (order.unit, place) in self._poison:
+            finished = {order.unit: place}
+            return Reported(worker, WorkReport(finished=finished, dead="ValueError: poison"))
+        self._reached[worker] = place + 1
+        return Reported(worker, WorkReport(finished={order.unit: place + 1}))
+
+    def _finished(self, worker: WorkerId, order: UnitOrder) -> PoolEvent:
+        status, error = UnitStatus.COMMITTED, None
+        if self._chance.random() < 0.03:
+            status, error = UnitStatus.FAILED, "StoreError: busy"
+        else:
+            self.committed.setdefault(order.unit, []).append(order)
+        result = UnitResult(order.unit, order.attempt, status, error=error, stored=1)
+        return Reported(worker, WorkReport(results=(result,)))
+
+    def _kills(self, order: UnitOrder) -> bool:
+        masked = dict(order.masked)
+        return any(unit == order.unit and p not in masked for unit, p in self._poison)
+
+    def _lose(self, worker: WorkerId, cause: LossCause) -> PoolEvent:
+        self.kill(worker)
+        return Lost(worker, cause, "it died")
+
+
+# The last four once ended a run early: a unit that came back was done by its double meanwhile.
+@pytest.mark.parametrize("seed", [*range(40), 251, 321, 543, 1295])
+def test_everything_ends_done_and_only_poison_is_masked(seed: int) -> None:
+    chance = random.Random(seed)
+    # Not the longest unit: a run in which nothing ever worked is stopped, and rightly.
+    poison = {(chance.randrange(UNITS // 2), chance.randrange(PROMPTS)) for _ in range(seed % 4)}
+    ones = np.ones(UNITS, np.int64)
+    units = UnitTable(
+        0 * ones, np.arange(UNITS) * PROMPTS, ones * PROMPTS, np.arange(UNITS, dtype=np.int64)
+    )
+    schedule = Schedule(units, np.zeros(UNITS, bool), max_attempts=2)
+    pool = FaultyPool(chance, poison)
+    limits = DispatchLimits(
+        lowest=1, highest=3, units_in_flight=IN_FLIGHT, unit_deadline_seconds=30,
+        duplicate_stragglers=bool(seed % 2),
+    )  # fmt: skip
+    drive = Dispatcher(schedule, pool, limits, lambda _event, **_fields: None)
+    clock = 0.0
+    while not drive.finished:
+        drive.step(clock, 0.0)
+        clock += 1.0
+        assert clock < 50_000, "it never ends"
+    assert drive.ending is None
+    assert set(pool.committed) == set(range(UNITS))
+    for unit, orders in pool.committed.items():
+        if not limits.duplicate_stragglers:
+            assert len(orders) == 1
+        for order in orders:
+            own = {place for of, place in poison if of == unit}
+            assert {place for place, _ in order.masked} >= own
+    masked = {
+        (unit, place)
+        for unit, orders in pool.committed.items()
+        for place, _reason in orders[0].masked
+    }
+    # A chance death can hit a prompt that runs alone; twice at the same one is for poison alone,
+    # but for luck of one in thousands.
+    assert len(masked - poison) <= 1
