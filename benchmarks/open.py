@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from store import keys
+from store.committed_units import COLUMNS
 from store.objects.local import LocalStore
 from store.parquet_file import write_parquet
 from store.plan import PROMPT_FIELDS, UNIT_FIELDS
@@ -38,7 +39,7 @@ from store.run_format import (
     RunManifest,
     SnapshotManifest,
 )
-from store.snapshot import COLUMNS, EXCEPTIONS_FILE, MANIFEST, UNITS_FILE
+from store.snapshot import EXCEPTIONS_FILE, MANIFEST, UNITS_FILE
 
 RUN_ID = "0" * 16
 LAYERS, SITES, ROWS = 36, ("rot_q", "rot_k", "v", "z"), 16_384

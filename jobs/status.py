@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from jobs.schedule import QUARANTINED
+from store.committed_units import CommittedUnits
 from store.objects.protocol import ObjectStore
 from store.plan import read_segments
-from store.snapshot import CommittedUnits, find_committed
+from store.snapshot import find_committed
 
 _READERS = 16
 

@@ -20,12 +20,13 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from store.commit import read_commit
+from store.committed_units import CommittedUnits
 from store.errors import FormatError, PromptNotFound, PromptNotStored
 from store.objects.protocol import ObjectStore
 from store.plan import read_segments
 from store.plan_tables import PlanTables, PromptTokens
 from store.run_format import Commit, Outcome
-from store.snapshot import CommittedUnits, find_committed
+from store.snapshot import find_committed
 
 Prompt = str | int
 """A prompt's id, or its row in the prompts table."""

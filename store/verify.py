@@ -19,6 +19,7 @@ from store import keys
 from store.checksum import crc32c, hex_crc32c
 from store.codec import DTYPES, Codec
 from store.commit import commit_problems, committed_units, missing_objects, read_commit_leniently
+from store.committed_units import COLUMNS, CommittedUnits, UnitRow
 from store.errors import DamagedObject, FormatError, ObjectNotFound, RunError, StoreError
 from store.objects.protocol import ObjectStore
 from store.parquet_file import read_parquet
@@ -41,7 +42,7 @@ from store.shard import (
     shard_index,
     unpack_chunk_sizes,
 )
-from store.snapshot import COLUMNS, LATEST, CommittedUnits, UnitRow, read_snapshot, snapshot_names
+from store.snapshot import LATEST, read_snapshot, snapshot_names
 from store.verify_report import VerifyReport
 
 MAX_OBJECT_BYTES = 1 << 30

@@ -7,11 +7,10 @@ import pytest
 
 from store import keys
 from store.commit import commit_unit
+from store.committed_units import COLUMNS, UnitRow
 from store.objects.local import LocalStore
 from store.run_format import Commit, Outcome, PromptOutcomes
 from store.snapshot import (
-    COLUMNS,
-    UnitRow,
     complete_folders,
     find_committed,
     snapshot_names,

@@ -1,0 +1,153 @@
+"""Which units of a run are committed, and one row of figures for each. Knows no arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store import keys
+from store.commit import read_commit_leniently
+from store.objects.protocol import ObjectStore
+from store.run_format import Commit, Outcome
+
+COLUMNS = (
+    "unit", "repair", "first_prompt", "num_prompts", "stored", "failed", "skipped", "rows", "bytes",
+)  # fmt: skip
+T = TypeVar("T")
+R = TypeVar("R")
+Mapper = Callable[[Callable[[T], R], Iterable[T]], Iterable[R]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptException:
+    """A prompt of a committed unit that is not stored. `prompt` is its run-wide number."""
+
+    prompt: int
+    outcome: Outcome
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRow:
+    """What a commit says of its unit, without its objects. Fields as in `COLUMNS`."""
+
+    unit: int
+    repair: int
+    first_prompt: int
+    num_prompts: int
+    stored: int
+    failed: int
+    skipped: int
+    rows: int
+    bytes: int
+    exceptions: tuple[PromptException, ...] = ()
+
+    @classmethod
+    def of(cls, commit: Commit) -> UnitRow:
+        """Return the row of a commit."""
+        prompts = commit.prompts
+        exceptions = tuple(
+            PromptException(
+                commit.first_prompt + place, outcome, prompts.reasons.get(str(place), "")
+            )
+            for place, outcome in enumerate(prompts.outcome)
+            if outcome is not Outcome.STORED
+        )
+        failed = sum(one.outcome is Outcome.FAILED for one in exceptions)
+        return cls(
+            unit=commit.unit,
+            repair=commit.repair,
+            first_prompt=commit.first_prompt,
+            num_prompts=len(prompts.outcome),
+            stored=len(prompts.outcome) - len(exceptions),
+            failed=failed,
+            skipped=len(exceptions) - failed,
+            rows=sum(prompts.num_rows),
+            bytes=sum(record.bytes for record in commit.objects),
+            exceptions=exceptions,
+        )
+
+
+@dataclass(slots=True)
+class CommittedUnits:
+    """Every committed unit of a run: rows of the newest snapshot, and the commits after it.
+
+    `columns` holds the snapshot's rows by the names in `COLUMNS`, ascending by unit; `newer` the
+    repair numbers of units that were committed or repaired since, whose rows are not read yet.
+    """
+
+    columns: dict[str, NDArray[np.int64]]
+    exceptions: dict[int, list[PromptException]]
+    """unit -> the prompts of the snapshot's unit that are not stored"""
+    newer: dict[int, int]
+    complete_folders: int = 0
+    snapshot: str | None = None
+    damage: list[str] = field(default_factory=list)
+    """Why snapshots were passed over."""
+    read: dict[int, UnitRow] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.columns["unit"]) + sum(
+            not self._is_in_snapshot(unit) for unit in self.newer
+        )
+
+    def units(self) -> NDArray[np.int64]:
+        """Return the numbers of all committed units, ascending."""
+        new = np.fromiter(self.newer, np.int64, len(self.newer))
+        return np.union1d(self.columns["unit"], new)
+
+    def key(self, unit: int) -> str | None:
+        """Return the name of the commit that counts for a unit, or None if it has none."""
+        if unit in self.newer:
+            return keys.commit_key(unit, self.newer[unit])
+        place = self.place(unit)
+        if place is None:
+            return None
+        return keys.commit_key(unit, int(self.columns["repair"][place]))
+
+    def load(self, objects: ObjectStore, map_: Mapper[Any, Any] = map) -> None:
+        """Read the commits that are newer than the snapshot; those read before are kept."""
+        missing = [unit for unit, repair in self.newer.items() if self._repair_read(unit) != repair]
+        names = [keys.commit_key(unit, self.newer[unit]) for unit in missing]
+        for row in map_(lambda name: UnitRow.of(read_commit_leniently(objects, name)), names):
+            self.read[row.unit] = row
+
+    def table(self) -> dict[str, NDArray[np.int64]]:
+        """Return the rows of all committed units as columns, ascending by unit; `load` first."""
+        rows = [self.read[unit] for unit in sorted(self.newer)]
+        kept = ~np.isin(self.columns["unit"], [row.unit for row in rows])
+        merged = {
+            name: np.concatenate(
+                [self.columns[name][kept], np.array([getattr(r, name) for r in rows], np.int64)]
+            )
+            for name in COLUMNS
+        }
+        order = np.argsort(merged["unit"], kind="stable")
+        return {name: column[order] for name, column in merged.items()}
+
+    def all_exceptions(self) -> list[PromptException]:
+        """Return every prompt of a committed unit that is not stored, by number; `load` first."""
+        found = [
+            one
+            for unit, exceptions in self.exceptions.items()
+            if unit not in self.newer
+            for one in exceptions
+        ]
+        found += [one for unit in self.newer for one in self.read[unit].exceptions]
+        return sorted(found, key=lambda one: one.prompt)
+
+    def place(self, unit: int) -> int | None:
+        """Return a unit's row in `columns`, or None if the snapshot has none."""
+        place = int(np.searchsorted(self.columns["unit"], unit))
+        found = place < len(self.columns["unit"]) and self.columns["unit"][place] == unit
+        return place if found else None
+
+    def _is_in_snapshot(self, unit: int) -> bool:
+        return self.place(unit) is not None
+
+    def _repair_read(self, unit: int) -> int | None:
+        return self.read[unit].repair if unit in self.read else None
