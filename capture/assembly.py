@@ -1,7 +1,8 @@
 """From filled slabs to a rank's reports: which writer gets what, and what the writers answer.
 
-Taps are spread over the writers by their bytes, each tap to one writer. One thread hands slabs and
-messages on in order, once a slab's copy is done; a slab returns to its pool when every writer took
+Taps are spread over the writers by their bytes, each tap to one writer; with more writers than
+taps there are several such groups, and units go to the groups in turn. One thread hands slabs
+and messages on in order, once a slab's copy is done; a slab returns to its pool when every writer took
 its rows. The writers' parts of a unit make one report. What a writer does is in `shard_loop`, how
 it is reached in `lanes`.
 """
@@ -27,7 +28,7 @@ from capture.shard_loop import (
     SealUnit,
     Tap,
 )
-from capture.slabs import Slab, SlabPool
+from capture.slabs import Entry, Slab, SlabPool
 from store.geometry import ArrayGeometry
 from store.run_format import ObjectRecord
 
@@ -59,9 +60,10 @@ class Assembly:
         on_report: Callable[[RankReport], None],
     ) -> None:
         self.rank, self._pool, self._on_report = rank, pool, on_report
-        writers = max(1, min(num_writers, len(taps) or 1))
-        self._writer_of = spread([tap.row_bytes for tap in taps], writers)
-        shares: list[dict[int, Tap]] = [{} for _ in range(writers)]
+        self._group_size = max(1, min(num_writers, len(taps)))
+        self._num_groups = max(1, num_writers // self._group_size)
+        self._writer_of = spread([tap.row_bytes for tap in taps], self._group_size)
+        shares: list[dict[int, Tap]] = [{} for _ in range(self._group_size)]
         for number, tap in enumerate(taps):
             shares[self._writer_of[number]][number] = tap
         self._layouts: dict[int, UnitLayout] = {}
@@ -69,7 +71,7 @@ class Assembly:
         self._lock = threading.Lock()
         self._broken: str | None = None
         self._todo: queue.SimpleQueue[Slab | Message | None] = queue.SimpleQueue()
-        self._lanes = start_lanes(shares, self._answered)
+        self._lanes = start_lanes(shares * self._num_groups, self._answered)
         self._dispatcher = threading.Thread(target=self._work, name="slab-dispatcher", daemon=True)
         self._dispatcher.start()
 
@@ -122,7 +124,8 @@ class Assembly:
                 if isinstance(task, Slab):
                     self._hand_on(task)
                 else:
-                    for lane in self._lanes:
+                    key = task.layout.key if isinstance(task, OpenUnit) else task.key
+                    for lane in self._group(key):
                         lane.send(task)
             except Exception:  # noqa: BLE001
                 # Policy: an error outside any unit ends the engine at its next call (`check`).
@@ -130,13 +133,20 @@ class Assembly:
 
     def _hand_on(self, slab: Slab) -> None:
         slab.wait()
-        shares: dict[int, list] = {}
+        shares: dict[int, list[Entry]] = {}
         for entry in slab.entries:
-            shares.setdefault(self._writer_of[entry.tap], []).append(entry)
+            groups = {run.unit % self._num_groups for run in entry.runs}
+            for group in groups:
+                lane = group * self._group_size + self._writer_of[entry.tap]
+                shares.setdefault(lane, []).append(entry)
         self._pool.hold(slab, len(shares))
-        for writer, entries in shares.items():
-            self._lanes[writer].send(Rows(slab.number, tuple(entries)))
+        for number, entries in shares.items():
+            self._lanes[number].send(Rows(slab.number, tuple(entries)))
         slab.release()
+
+    def _group(self, key: int) -> list[Lane]:
+        first = key % self._num_groups * self._group_size
+        return self._lanes[first : first + self._group_size]
 
     def _answered(self, answer: Answer) -> None:
         if isinstance(answer, SlabDone):
@@ -147,7 +157,7 @@ class Assembly:
             with self._lock:
                 parts = self._parts.setdefault(answer.key, [])
                 parts.append(answer)
-                if len(parts) < len(self._lanes):
+                if len(parts) < self._group_size:
                     return
                 del self._parts[answer.key]
             self._on_report(self._merged(answer.key, parts))

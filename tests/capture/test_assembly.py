@@ -46,7 +46,9 @@ def geometry(num_tokens: int) -> ArrayGeometry:
 class Rank:
     """Staging and assembly of one rank with two taps, and units of known values."""
 
-    def __init__(self, folder: Path, in_processes: bool, codec: Codec = Codec.RAW) -> None:
+    def __init__(
+        self, folder: Path, in_processes: bool, codec: Codec = Codec.RAW, writers: int = 2
+    ) -> None:
         self.objects = open_store(str(folder))
         self.reports: queue.Queue[RankReport] = queue.Queue()
         taps = [Tap(site, 0, 0, HEADS * SIZE * 4) for site in SITES]
@@ -65,7 +67,7 @@ class Rank:
                 return process_lanes(0, shares, codec, location, memory, on_answer)
             return thread_lanes(0, shares, codec, self.objects, memory, on_answer)
 
-        self.assembly = Assembly(0, taps, 2, self.staging.pool, start_lanes, self.reports.put)
+        self.assembly = Assembly(0, taps, writers, self.staging.pool, start_lanes, self.reports.put)
         self.codec = codec
 
     def _submit(self, slab: Slab) -> None:
@@ -227,6 +229,20 @@ def test_a_writer_process_that_dies_is_noticed(tmp_path: Path) -> None:
         rank.staging.pool.wait_free(99, 30.0)
     with pytest.raises(RuntimeError, match="shard writer process 0 ended"):
         rank.assembly.check()
+    rank.assembly.close()
+
+
+def test_units_take_turns_where_writers_outnumber_taps(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, in_processes=False, writers=7)
+    assert len(rank.assembly._lanes) == 6
+    layouts = [rank.open(key, [40, 300]) for key in range(5)]
+    for start in range(0, 300, 100):
+        rank.step(*(Span(key, 1, start, 100) for key in range(5)))
+    rank.step(*(Span(key, 0, 0, 40) for key in range(4)))
+    for layout in layouts[:4]:
+        assert_whole(rank, layout, rank.seal(layout.key))
+    assert "no row for position 0 of prompt 0" in rank.seal(4).error
+    rank.staging.pool.wait_free(rank.staging.pool.num_slabs, 10.0)
     rank.assembly.close()
 
 
