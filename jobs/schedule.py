@@ -1,4 +1,4 @@
-"""Which unit goes next: pure bookkeeping over the plan's units, at 13 bytes a unit.
+"""Which unit goes next: pure bookkeeping over the plan's units, about 40 bytes a unit.
 
 Longest first, so that no long unit is left for the end. Units that came back uncharged go before
 the rest; units under suspicion go alone. Knows no workers, no time, no store: `jobs.dispatch` asks
