@@ -62,7 +62,13 @@ def manifest(config: RunConfig, pods: PodShape) -> str:
 def _config_map(config: RunConfig, pods: PodShape) -> dict[str, Any]:
     body = config.model_dump(mode="json", exclude_defaults=True, exclude={"storage_options": True})
     body.get("prompts", {}).pop("options", None)
-    body["workers"] = {**body.get("workers", {}), "address": "auto"}
+    # Stated, since the driver may look before the first GPU node has joined.
+    body["workers"] = {
+        **body.get("workers", {}),
+        "address": "auto",
+        "num_gpus": _gpus(config, pods),
+        "num_cpus": 1,
+    }
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -72,7 +78,7 @@ def _config_map(config: RunConfig, pods: PodShape) -> dict[str, Any]:
 
 
 def _ray_job(config: RunConfig, pods: PodShape) -> dict[str, Any]:
-    gpus = config.engine.tensor_parallel_size if pods.gpus is None else pods.gpus
+    gpus = _gpus(config, pods)
     grace = int(config.workers.drain_seconds) + 60
     workers = config.workers
     return {
@@ -105,6 +111,10 @@ def _ray_job(config: RunConfig, pods: PodShape) -> dict[str, Any]:
             },
         },
     }
+
+
+def _gpus(config: RunConfig, pods: PodShape) -> int:
+    return config.engine.tensor_parallel_size if pods.gpus is None else pods.gpus
 
 
 def _entrypoint() -> str:

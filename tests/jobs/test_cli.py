@@ -125,6 +125,7 @@ def test_a_kuberay_manifest_has_gpu_workers_retries_and_no_credentials(config_fi
     config_map, job = yaml.safe_load_all(result.stdout)
     (name, text), *_ = config_map["data"].items()
     assert yaml.safe_load(text)["output"] == "s3://bucket/run"
+    assert yaml.safe_load(text)["workers"]["num_gpus"] == 4
     spec = job["spec"]
     assert spec["backoffLimit"] == 7
     assert f"attnstore run {CONFIG_FOLDER}/{name}" in spec["entrypoint"]
