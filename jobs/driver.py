@@ -28,6 +28,7 @@ from jobs.messages import WorkerFacts, WorkerSpec
 from jobs.metrics import RunMetrics
 from jobs.model_identity import check_supported
 from jobs.owner import RunOwner
+from jobs.plan import PlanProgress
 from jobs.policy import Event
 from jobs.prepare import (
     PreparedRun,
@@ -124,9 +125,10 @@ def run(
     status = read_status(objects)
     if not status.complete:
         # The store has the last word, whatever workers reported.
+        missing = status.units_planned - status.units_committed - status.units_quarantined
         raise RunInterrupted(
-            f"all units were reported done, but {status.units_planned - status.units_committed} of "
-            f"{status.units_planned} have no commit in {objects.url}; run the same command again"
+            f"all units were reported done, but {missing} of {status.units_planned} have no commit "
+            f"in {objects.url}; run the same command again"
         )
     return RunOutcome(status, prepared.manifest.run_id, bound)
 
@@ -139,12 +141,16 @@ def _prepare(
     log: EventLog,
 ) -> PreparedRun:
     check_supported(config.model, config.engine_settings())
+
+    def planning(done: PlanProgress) -> None:
+        log("planned so far", prompts=done.prompts, tokens=done.tokens, unusable=done.unusable)
+
     if found is None:
         log("planning", source=config.prompts.source)
-        run = create_run(objects, config)
+        run = create_run(objects, config, planning)
     elif options.extend:
         log("extending", source=config.prompts.source, segment=len(found.segments))
-        run = extend_run(objects, config, found)
+        run = extend_run(objects, config, found, planning)
     else:
         return found
     last = run.segments[-1]
@@ -302,7 +308,7 @@ class _Watch:
             self._dispatcher.end(Event.QUOTA, message, time.monotonic())
 
     def look(self) -> None:
-        """Look if it is time to. A store that fails for a moment does not matter here."""
+        """Look if it is time to."""
         now = time.monotonic()
         if now - self._looked < _SLOW_SECONDS:
             return
@@ -312,10 +318,7 @@ class _Watch:
             self._dispatcher.end(Event.CLUSTER_GONE, message, now)
             return
         self._dispatcher.drain_nodes(self._pool.draining_nodes())
-        try:
-            newer = self._owner.beat()
-        except StoreError:
-            return
+        newer = self._owner.newer
         if newer is not None:
             message = f"a driver on {newer.host} (process {newer.pid}) took this run over"
             self._dispatcher.end(Event.OTHER_DRIVER, message, now)

@@ -1,9 +1,10 @@
 """Which driver works on a run: advisory epochs under `owners/`, so that a second one is told.
 
 Correctness never rests on this: attempts never share names and commits are create-only, so two
-drivers can only waste work. An owner renews its object every `BEAT_SECONDS`. A new driver takes
-over at once from an owner that said goodbye or whose process on this host is gone, and otherwise
-after watching it miss its beats. The older of two drivers sees the newer epoch and stops.
+drivers can only waste work. A thread renews the owner's object every `BEAT_SECONDS`, whatever the
+driver is busy with. A new driver takes over at once from an owner that said goodbye or whose
+process on this host is gone, and otherwise after watching it miss its beats. The older of two
+drivers sees the newer epoch and stops.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from jobs.errors import RunOwnedElsewhere
 from store import keys
-from store.errors import ObjectExists, ObjectNotFound
+from store.errors import ObjectExists, ObjectNotFound, StoreError
 from store.objects.protocol import ObjectStore
 from store.run_format import Document
 
@@ -47,7 +50,10 @@ class RunOwner:
     def __init__(self, objects: ObjectStore, record: OwnerRecord) -> None:
         self._objects = objects
         self._record = record
-        self._beat_at = time.monotonic()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat_on, name="owner-beat", daemon=True)
+        self.newer: OwnerRecord | None = None
+        """The driver that took over, once there is one."""
 
     @classmethod
     def claim(
@@ -72,28 +78,36 @@ class RunOwner:
             raise RunOwnedElsewhere(
                 "another driver took up this run at the same moment; run again once it is done"
             ) from None
-        return cls(objects, record)
+        owner = cls(objects, record)
+        owner._thread.start()
+        return owner
 
     @property
     def epoch(self) -> int:
         return self._record.epoch
 
-    def beat(self) -> OwnerRecord | None:
-        """Say that this driver lives, if it is time to; return a newer owner if there is one."""
-        if time.monotonic() - self._beat_at < BEAT_SECONDS:
-            return None
-        self._beat_at = time.monotonic()
+    def beat(self) -> None:
+        """Say that this driver lives, and look whether a newer one took over."""
         latest = _latest(self._objects)
         if latest is not None and latest.epoch > self.epoch:
-            return latest
+            self.newer = latest
+            return
         self._record = self._record.model_copy(update={"beat": self._record.beat + 1})
         self._objects.put(_name(self.epoch), [self._record.to_bytes()])
-        return None
 
     def release(self) -> None:
         """Say goodbye, so that the next driver need not wait."""
+        self._stop.set()
+        self._thread.join(BEAT_SECONDS)
         self._record = self._record.model_copy(update={"released": True})
         self._objects.put(_name(self.epoch), [self._record.to_bytes()])
+
+    def _beat_on(self) -> None:
+        while not self._stop.wait(BEAT_SECONDS) and self.newer is None:
+            with suppress(
+                StoreError
+            ):  # A missed beat or two are within every successor's patience.
+                self.beat()
 
 
 def _wait_until_silent(
@@ -136,10 +150,12 @@ def _name(epoch: int) -> str:
 
 
 def _host() -> str:
-    """The host's name and boot, so that a container of the same name is told apart."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    mark = boot.read_text().strip()[:8] if boot.exists() else ""
-    return f"{socket.gethostname()}/{mark}" if mark else socket.gethostname()
+    """The host's name, boot and process-id namespace: where a pid means what it means here."""
+    name = socket.gethostname()
+    boot, namespace = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    if not boot.exists() or not namespace.is_symlink():
+        return name
+    return f"{name}/{boot.read_text().strip()[:8]}/{namespace.readlink().name}"
 
 
 def _process_start(pid: int) -> str | None:

@@ -67,11 +67,27 @@ def test_an_owner_elsewhere_that_beats_is_left_alone(objects: ObjectStore) -> No
 def test_taking_over_is_seen_by_the_older_owner_at_its_next_beat(
     objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(owner_module, "BEAT_SECONDS", 0.05)
     first = RunOwner.claim(objects)
-    assert first.beat() is None
     second = RunOwner.claim(objects, take_over=True)
-    monkeypatch.setattr(owner_module, "BEAT_SECONDS", 0.0)
-    newer = first.beat()
-    assert newer is not None
-    assert newer.epoch == second.epoch
-    assert second.beat() is None
+    deadline = time.monotonic() + 10
+    while first.newer is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert first.newer is not None
+    assert first.newer.epoch == second.epoch
+    assert second.newer is None
+
+
+def test_an_owner_beats_by_itself_and_stops_when_released(
+    objects: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner_module, "BEAT_SECONDS", 0.05)
+    owner = RunOwner.claim(objects)
+    time.sleep(0.5)
+    owner.release()
+    left = owner_module._latest(objects)
+    assert left is not None
+    assert left.released
+    assert left.beat >= 2
+    time.sleep(0.3)
+    assert owner_module._latest(objects) == left
