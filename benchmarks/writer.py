@@ -1,10 +1,10 @@
 """How fast shards are encoded and written, next to zarr-python, tensorstore and zarrs.
 
-The same values, the same shards and chunks, the same codecs: 64 MiB shards of bfloat16 heads as the
-capture hands them over, head-major. Every library writes the same array and ours is read back by
-zarr-python before anything is timed. Libraries take turns, round after round; a figure is the
-median of its rounds. On disk every library's files are flushed, ours by its own put and the others'
-here.
+The same values, the same shards and chunks, the same codecs: 64 MiB shards of bfloat16 heads. Ours
+come chunk by chunk, as the capture's slabs hold them (and, for comparison, head by head); the
+others get the plain array. Every library writes the same array and ours is read back by zarr-python
+before anything is timed. Libraries take turns, round after round; a figure is the median of its
+rounds. On disk every library's files are flushed, ours by its own put and the others' here.
 
     python -m benchmarks.writer --json
 """
@@ -38,7 +38,7 @@ from store.objects.local import LocalStore
 from store.objects.obstore_store import ObstoreStore
 from store.objects.protocol import ObjectStore
 from store.run_format import ArrayRecord
-from store.shard import encode_shard
+from store.shard import EncodedShard, encode_chunks, encode_shard
 from store.zarr_metadata import array_metadata
 
 HEADS, HEAD_SIZE, SHARD_TOKENS = 8, 128, 32_768
@@ -47,9 +47,11 @@ SHARD_BYTES = HEADS * HEAD_SIZE * SHARD_TOKENS * 2
 
 @dataclass(frozen=True)
 class Work:
-    """Some layers of one site: one shard a layer, `data_LHTD` as a capture's slabs hold it."""
+    """Some layers of one site, one shard a layer, in three layouts of the same values."""
 
-    data_LHTD: np.ndarray
+    data_LTHD: np.ndarray
+    heads_LHTD: np.ndarray
+    chunks_LGCgtD: np.ndarray
     record: ArrayRecord
 
     @property
@@ -58,7 +60,7 @@ class Work:
 
     @property
     def nbytes(self) -> int:
-        return self.data_LHTD.nbytes
+        return self.data_LTHD.nbytes
 
 
 def make_work(shards: int, codec: Codec) -> Work:
@@ -68,7 +70,7 @@ def make_work(shards: int, codec: Codec) -> Work:
     one_HTD = (rng.standard_normal((HEADS, SHARD_TOKENS, HEAD_SIZE), np.float32) * scale_D).astype(
         ml_dtypes.bfloat16
     )
-    data_LHTD = np.stack([np.roll(one_HTD, layer, axis=1) for layer in range(shards)])
+    heads_LHTD = np.stack([np.roll(one_HTD, layer, axis=1) for layer in range(shards)])
     cut = ArrayGeometry.plan(
         num_layers=shards, num_tokens=SHARD_TOKENS, num_heads=HEADS, shard_heads=HEADS,
         head_size=HEAD_SIZE, item_bytes=2,
@@ -79,39 +81,34 @@ def make_work(shards: int, codec: Codec) -> Work:
         head_size=HEAD_SIZE, shard_tokens=cut.shard_tokens, shard_heads=cut.shard_heads,
         chunk_tokens=cut.chunk_tokens, group_heads=cut.group_heads, codec=codec,
     )  # fmt: skip
-    return Work(data_LHTD, record)
+    blocks = (shards, cut.groups_per_shard, cut.group_heads, -1, cut.chunk_tokens, HEAD_SIZE)
+    chunks_LGCgtD = np.ascontiguousarray(heads_LHTD.reshape(blocks).swapaxes(2, 3))
+    return Work(np.ascontiguousarray(heads_LHTD.swapaxes(1, 2)), heads_LHTD, chunks_LGCgtD, record)
 
 
-def write_ours(objects: ObjectStore, work: Work, threads: int) -> None:
+def encode(work: Work, layer: int, *, by_chunks: bool = True) -> EncodedShard:
+    """Return one layer's shard."""
+    if by_chunks:
+        return encode_chunks(work.geometry, 0, work.chunks_LGCgtD[layer], work.record.codec)
+    return encode_shard(work.geometry, 0, work.heads_LHTD[layer], work.record.codec)
+
+
+def write_ours(objects: ObjectStore, work: Work, threads: int, *, by_chunks: bool = True) -> None:
     """Encode and put every shard from `threads` threads, as a rank's writer does."""
     writer = AttemptWriter(objects, 0, "a0")
-    geometry = work.geometry
 
     def one(layer: int) -> None:
-        encoded = encode_shard(geometry, 0, work.data_LHTD[layer], work.record.codec)
-        writer.put_shard("z", (layer, 0, 0, 0), encoded)
+        writer.put_shard("z", (layer, 0, 0, 0), encode(work, layer, by_chunks=by_chunks))
 
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(one, range(geometry.num_layers)))
-
-
-def encode_ours(work: Work, threads: int) -> None:
-    """Encode every shard and drop it."""
-    geometry, codec = work.geometry, work.record.codec
-    with ThreadPoolExecutor(threads) as pool:
-        list(
-            pool.map(
-                lambda layer: encode_shard(geometry, 0, work.data_LHTD[layer], codec),
-                range(geometry.num_layers),
-            )
-        )
+        list(pool.map(one, range(work.geometry.num_layers)))
 
 
 def write_zarr(folder: Path, work: Work) -> None:
     """Write through zarr-python, all shards in one assignment."""
     write_metadata(folder, work)
     array = zarr.open_array(folder / "z", mode="r+")
-    array[:] = work.data_LHTD.swapaxes(1, 2)
+    array[:] = work.data_LTHD
 
 
 def write_zarrs(folder: Path, work: Work) -> None:
@@ -127,7 +124,7 @@ def write_tensorstore(folder: Path, work: Work) -> None:
     write_metadata(folder, work)
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": str(folder / "z")}}
     array = ts.open(spec, open=True).result()
-    array.write(work.data_LHTD.swapaxes(1, 2)).result()
+    array.write(work.data_LTHD).result()
 
 
 def write_metadata(folder: Path, work: Work) -> None:
@@ -148,6 +145,9 @@ def rates(place: Path, work: Work, rounds: int, threads: int) -> dict[str, float
     """Return GB/s by library, each the median of its rounds."""
     contenders: dict[str, Callable[[Path], None]] = {
         "attnstore": lambda folder: write_ours(LocalStore(folder), work, threads),
+        "attnstore_by_heads": lambda folder: write_ours(
+            LocalStore(folder), work, threads, by_chunks=False
+        ),
         "attnstore_one_thread": lambda folder: write_ours(LocalStore(folder), work, 1),
         "zarr_python": lambda folder: write_zarr(folder, work),
         "tensorstore": lambda folder: write_tensorstore(folder, work),
@@ -174,7 +174,7 @@ def check(place: Path, work: Work) -> None:
     AttemptWriter(objects, 0, "a0").put_metadata([work.record])
     array = zarr.open_array(folder / "data/00000000/a0/z", mode="r")
     for layer in range(work.geometry.num_layers):
-        same = array[layer].tobytes() == work.data_LHTD[layer].swapaxes(0, 1).tobytes()
+        same = array[layer].tobytes() == work.data_LTHD[layer].tobytes()
         assert same, f"layer {layer} differs"
     shutil.rmtree(folder)
 
@@ -209,7 +209,7 @@ def s3_cpu(work: Work, rounds: int, threads: int) -> dict[str, float]:
             metadata = array_metadata(work.record, run_id="0" * 16, unit=0)
             array = _open_array_on(target, metadata)
             with cpu_seconds() as cpu:
-                array[:] = work.data_LHTD.swapaxes(1, 2)
+                array[:] = work.data_LTHD
             spent["zarr_python_fsspec"].append(cpu[0])
     return {name: statistics.median(s) / (work.nbytes / 1e9) for name, s in spent.items()}
 
@@ -231,7 +231,8 @@ def measure(shards: int, rounds: int, places: dict[str, Path], *, s3: bool) -> d
         work = make_work(shards, codec)
         check(places["tmpfs"], work)
         begun = time.perf_counter()
-        encode_ours(work, 1)
+        for layer in range(shards):
+            encode(work, layer)
         figures[f"{codec}_encode_gb_s_one_thread"] = (
             work.nbytes / (time.perf_counter() - begun) / 1e9
         )
