@@ -1,4 +1,4 @@
-"""`model.json` comes from the first engine, and a later engine that computes otherwise is refused."""
+"""`model.json` comes from the first engine; a later one that computes otherwise is refused."""
 
 from __future__ import annotations
 

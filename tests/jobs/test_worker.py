@@ -1,0 +1,150 @@
+"""The worker around a scripted engine: when its calls return, and what it says of a dead engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import jobs.worker
+from capture.settings import (
+    CaptureSettings,
+    EngineFacts,
+    EngineSettings,
+    StoreLocation,
+    UnitResult,
+    UnitStatus,
+    UnitTask,
+)
+from jobs.config import RunConfig
+from jobs.messages import UnitOrder, WorkerSpec
+from jobs.plan import write_plan
+from jobs.schedule import QUARANTINED
+from jobs.worker import CaptureWorker
+from store.objects.open import open_store
+from tests.jobs.fake_worker import model_manifest
+
+RUN_ID = "0" * 32
+
+
+class ScriptedEngine:
+    """Finishes one prompt a step, of the oldest unit."""
+
+    def __init__(self) -> None:
+        self.facts = EngineFacts(model_manifest(RUN_ID), 64)
+        self.tasks: list[UnitTask] = []
+        self.place = 0
+        self.steps = 0
+        self.fault: Exception | None = None
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.tasks)
+
+    def prompts_finished(self, unit: int) -> int:
+        return self.place if self.tasks and self.tasks[0].unit == unit else 0
+
+    def admit(self, task: UnitTask) -> None:
+        self.tasks.append(task)
+
+    def advance(self) -> list[UnitResult]:
+        self.steps += 1
+        if self.fault is not None:
+            raise self.fault
+        task = self.tasks[0]
+        self.place += 1
+        if self.place < len(task.prompts):
+            return []
+        self.place = 0
+        self.tasks.pop(0)
+        return [UnitResult(task.unit, task.attempt, UnitStatus.COMMITTED)]
+
+
+class ScriptedWorker(CaptureWorker):
+    engine: ScriptedEngine
+
+    def place(self) -> str:
+        return "node"
+
+    def _start_engine(self) -> Any:
+        self.engine = ScriptedEngine()
+        return self.engine
+
+
+@pytest.fixture
+def worker(
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> ScriptedWorker:
+    """A started worker over a plan of six units of two prompts; one prompt is empty."""
+    config = make_config(write_prompts([*[f"w{i} w1 w2 w3" for i in range(11)], ""]))
+    write_plan(open_store(config.output), config, run_id=RUN_ID)
+    monkeypatch.setattr(jobs.worker, "_leave_soon", lambda: None)
+    location = StoreLocation(config.output)
+    spec = WorkerSpec(RUN_ID, location, EngineSettings("m"), CaptureSettings(), units_in_flight=2)
+    made = ScriptedWorker(spec)
+    assert made.start().engine.bytes_per_token == 64
+    return made
+
+
+def order(unit: int, **fields: Any) -> UnitOrder:
+    return UnitOrder(
+        unit=unit, attempt=f"a{unit}", segment=0, first_prompt=2 * unit, num_prompts=2,
+        num_tokens=8, **fields,
+    )  # fmt: skip
+
+
+def test_a_call_returns_at_once_while_there_is_room_and_then_with_what_is_finished(
+    worker: ScriptedWorker,
+) -> None:
+    assert worker.work(order(0)).results == ()
+    assert worker.engine.steps == 0
+    assert [result.unit for result in worker.work(order(1)).results] == [0]
+    assert [result.unit for result in worker.work(None).results] == [1]
+    assert worker.work(None).results == ()
+
+
+def test_tokens_reasons_and_masks_come_from_the_plan_and_the_order(worker: ScriptedWorker) -> None:
+    reason = f"{QUARANTINED}it killed two engines"
+    worker.work(order(5, masked=((0, reason),), repair=3))
+    (task,) = worker.engine.tasks
+    assert (task.first_prompt, task.repair) == (10, 3)
+    assert [prompt.reason for prompt in task.prompts] == [
+        reason, "it is empty: no tokens to capture",
+    ]  # fmt: skip
+    worker.work(order(1))
+    assert [p.token_ids.tolist() for p in worker.engine.tasks[-1].prompts] == [
+        [2, 1, 2, 3], [3, 1, 2, 3],
+    ]  # fmt: skip
+
+
+def test_a_unit_in_batches_reports_every_step_of_its_way(worker: ScriptedWorker) -> None:
+    first = worker.work(order(0, batch_prompts=1))
+    assert (first.results, first.finished) == ((), {0: 1})
+    second = worker.work(None)
+    assert [result.unit for result in second.results] == [0]
+
+
+def test_whatever_an_engine_raises_is_reported_with_its_traceback(worker: ScriptedWorker) -> None:
+    worker.work(order(0, batch_prompts=1))
+    worker.engine.fault = RuntimeError("the rank is gone")
+    report = worker.work(None)
+    assert report.dead is not None
+    assert "RuntimeError: the rank is gone" in report.dead
+    assert report.finished == {0: 1}
+
+
+def test_a_plan_that_cannot_be_read_fails_the_unit_and_not_the_worker(
+    worker: ScriptedWorker, make_config: Callable[..., RunConfig]
+) -> None:
+    (prompts,) = Path(worker._spec.location.url).glob("plan/0000/prompts-*.parquet")
+    data = bytearray(prompts.read_bytes())
+    data[50] ^= 1
+    prompts.write_bytes(data)
+    (result,) = worker.work(order(0)).results
+    assert result.status is UnitStatus.FAILED
+    assert "DamagedObject" in str(result.error)
+    assert worker.engine.in_flight == 0
