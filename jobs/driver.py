@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from capture.settings import UnitResult
 from jobs.bound import Bound, find_bound
 from jobs.config import RunConfig
 from jobs.dispatch import Dispatcher
 from jobs.dry_run import check_quota
 from jobs.errors import ExitCode, RunInterrupted, RunStopped
 from jobs.event_log import EventLog
-from jobs.fleet import DispatchLimits, Phase
+from jobs.fleet import DispatchLimits
 from jobs.messages import WorkerFacts, WorkerSpec
+from jobs.meter import Meter
 from jobs.metrics import RunMetrics
 from jobs.model_identity import check_supported
 from jobs.owner import RunOwner
@@ -39,10 +39,11 @@ from jobs.prepare import (
     find_run,
     unit_columns,
 )
-from jobs.progress import ProgressView, Snapshot
+from jobs.progress import ProgressView
 from jobs.schedule import Schedule
 from jobs.snapshots import SnapshotKeeper
 from jobs.status import RunStatus, read_status
+from jobs.watch import Watch
 from jobs.worker import CaptureWorker
 from store import keys
 from store.commit import begin_repair
@@ -53,11 +54,7 @@ from store.run_format import ModelManifest
 from store.sealed_json import MAX_JSON_BYTES
 from store.verify import verify_run
 
-if TYPE_CHECKING:
-    from jobs.ray_pool import RayPool
-
 STEP_SECONDS = 0.25
-_SLOW_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +199,14 @@ def _capture(
         pool = RayPool(config, spec, options.worker)
         dispatcher = Dispatcher(schedule, pool, limits(config), log)
         snapshots = SnapshotKeeper(objects, prepared.manifest.run_id)
-        watch = _Watch(objects, config, owner, dispatcher, pool, snapshots)
+        watch = Watch(objects, config, owner, dispatcher, pool, snapshots)
         dispatcher.observe(
             lambda facts: store_model(objects, facts, prepared.manifest.run_id), watch.note
         )
         metrics = RunMetrics(prepared.manifest.run_id)
         display = view()
         log.around = display.around
-        meter = _Meter(dispatcher, schedule, units_planned=len(units), tokens=_tokens(units, done))
+        meter = Meter(dispatcher, schedule, units_planned=len(units), tokens=_tokens(units, done))
         try:
             with _stop_signals(dispatcher, log):
                 while not dispatcher.finished:
@@ -274,97 +271,6 @@ def store_model(objects: ObjectStore, facts: WorkerFacts, run_id: str) -> None:
                 f"the engine's {name} is not what run {run_id} was captured with ({keys.MODEL}): "
                 f"{_short(getattr(before, name))} then, {_short(getattr(model, name))} now"
             )
-
-
-class _Watch:
-    """The slow looks around: the owner's beat, nodes told to leave, the quota."""
-
-    def __init__(
-        self,
-        objects: ObjectStore,
-        config: RunConfig,
-        owner: RunOwner,
-        dispatcher: Dispatcher,
-        pool: RayPool,
-        snapshots: SnapshotKeeper,
-    ) -> None:
-        self._owner = owner
-        self._dispatcher = dispatcher
-        self._pool = pool
-        self._snapshots = snapshots
-        self._quota = config.max_bytes
-        self._stored = read_status(objects).bytes if config.max_bytes is not None else 0
-        self._looked = time.monotonic()
-
-    def note(self, result: UnitResult) -> None:
-        """Count a unit's bytes against the quota; end the run once the next would not fit."""
-        self._snapshots.note()
-        self._stored += result.bytes
-        if self._quota is not None and self._stored + result.bytes > self._quota:
-            message = (
-                f"{self._stored} bytes are stored and another unit does not fit into max_bytes "
-                f"({self._quota}); raise it and run again"
-            )
-            self._dispatcher.end(Event.QUOTA, message, time.monotonic())
-
-    def look(self) -> None:
-        """Look if it is time to."""
-        now = time.monotonic()
-        if now - self._looked < _SLOW_SECONDS:
-            return
-        self._looked = now
-        if not self._pool.has_nodes():
-            message = "no node of the Ray cluster is left; run the same command to go on"
-            self._dispatcher.end(Event.CLUSTER_GONE, message, now)
-            return
-        self._dispatcher.drain_nodes(self._pool.draining_nodes())
-        newer = self._owner.newer
-        if newer is not None:
-            message = f"a driver on {newer.host} (process {newer.pid}) took this run over"
-            self._dispatcher.end(Event.OTHER_DRIVER, message, now)
-
-
-class _Meter:
-    """Takes snapshots of a dispatcher."""
-
-    def __init__(
-        self, dispatcher: Dispatcher, schedule: Schedule, *, units_planned: int, tokens: int
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._schedule = schedule
-        self._units_planned = units_planned
-        self._tokens = tokens
-        self._started = self._last = time.monotonic()
-        self.worker_seconds = 0.0
-        """How long workers held units so far, summed over workers."""
-
-    def snapshot(self) -> Snapshot:
-        workers = self._dispatcher.workers.values()
-        now = time.monotonic()
-        self.worker_seconds += (now - self._last) * sum(1 for worker in workers if worker.orders)
-        self._last = now
-        counters = self._dispatcher.counters
-        orders = [order for worker in workers for order in worker.orders.values()]
-        bytes_per_token = max(
-            (w.facts.engine.bytes_per_token for w in workers if w.facts is not None), default=0
-        )
-        return Snapshot(
-            units_done=self._units_planned - self._schedule.num_missing,
-            units_planned=self._units_planned,
-            prompts_stored=counters.stored,
-            prompts_failed=counters.failed,
-            tokens=counters.tokens,
-            bytes=counters.bytes,
-            tokens_planned=self._tokens,
-            seconds=time.monotonic() - self._started,
-            workers_ready=sum(1 for worker in workers if worker.phase is Phase.READY),
-            workers_asked=len(self._dispatcher.workers),
-            units_in_flight=len(orders),
-            bytes_in_flight=sum(order.num_tokens for order in orders) * bytes_per_token,
-            retries=counters.retries,
-            workers_lost=counters.workers_lost,
-            stalls=dict(counters.stalls),
-        )
 
 
 @contextmanager
