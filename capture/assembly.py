@@ -1,8 +1,8 @@
 """From filled slabs to a rank's reports: which writer gets what, and what the writers answer.
 
-Taps are spread over the writers by their bytes, each tap to one writer; with more writers than
-taps there are several such groups, and units go to the groups in turn. One thread hands slabs
-and messages on in order, once a slab's copy is done; a slab returns to its pool when every writer took
+Taps are spread over the writers by their bytes, each tap to one writer; with more writers than taps
+there are several such groups, and units go to the groups in turn. One thread hands slabs and
+messages on in order, once a slab's copy is done; a slab returns to its pool when every writer took
 its rows. The writers' parts of a unit make one report. What a writer does is in `shard_loop`, how
 it is reached in `lanes`.
 """

@@ -60,6 +60,8 @@ class LaneStart:
     location: StoreLocation
     slab_bytes: int
     num_slabs: int
+    pinned: bool
+    """Whether the slabs' pages are all there: page-locked for a GPU."""
 
 
 STOP = "stop"
@@ -174,12 +176,14 @@ def process_lanes(
     location: StoreLocation,
     slabs: SlabMemory,
     on_answer: OnAnswer,
+    *,
+    pinned: bool = False,
 ) -> list[Lane]:
     """Start one process for each share of the taps, and a thread that collects their answers."""
     lanes = [
         ProcessLane(
             number,
-            LaneStart(rank, share, codec, location, slabs.slab_bytes, slabs.num_slabs),
+            LaneStart(rank, share, codec, location, slabs.slab_bytes, slabs.num_slabs, pinned),
             slabs,
         )
         for number, share in enumerate(taps)

@@ -166,7 +166,15 @@ class RankCapture:
         def start_lanes(shares: list[dict[int, Tap]], on_answer: OnAnswer) -> list[Lane]:
             slabs = self._staging.pool.memory
             if in_processes:
-                return process_lanes(self.rank, shares, settings.codec, location, slabs, on_answer)
+                return process_lanes(
+                    self.rank,
+                    shares,
+                    settings.codec,
+                    location,
+                    slabs,
+                    on_answer,
+                    pinned=self.device.type == "cuda",
+                )
             store = open_store(location.url, location.options)
             return thread_lanes(self.rank, shares, settings.codec, store, slabs, on_answer)
 

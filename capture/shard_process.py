@@ -22,7 +22,7 @@ def main(pipe: int, slabs: int) -> None:
     start = connection.recv()
     assert isinstance(start, LaneStart)
     loop = open_loop(start)
-    memory = SlabMemory(slabs, start.num_slabs, start.slab_bytes)
+    memory = SlabMemory(slabs, start.num_slabs, start.slab_bytes, mapped_at_once=start.pinned)
     # A pipe that ends means that the rank is gone: then there is nobody to tell.
     with suppress(EOFError, OSError):
         while (message := connection.recv()) != STOP:

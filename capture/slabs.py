@@ -76,9 +76,17 @@ class Entry:
 class SlabMemory:
     """The memory of all slabs, one after the other in one anonymous memory file."""
 
-    def __init__(self, descriptor: int, num_slabs: int, slab_bytes: int) -> None:
+    def __init__(
+        self, descriptor: int, num_slabs: int, slab_bytes: int, *, mapped_at_once: bool = False
+    ) -> None:
+        """Map the memory file; `mapped_at_once` where its pages exist and will all be read.
+
+        Otherwise a writer process meets each page of 4 KiB by a fault of its own, in the middle of
+        a checksum.
+        """
         self.descriptor, self.num_slabs, self.slab_bytes = descriptor, num_slabs, slab_bytes
-        self._map = mmap.mmap(descriptor, num_slabs * slab_bytes)
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if mapped_at_once else 0)
+        self._map = mmap.mmap(descriptor, num_slabs * slab_bytes, flags)
         self.bytes = np.frombuffer(self._map, np.uint8)
         """uint8 [num_slabs * slab_bytes]"""
 
