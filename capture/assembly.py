@@ -29,7 +29,6 @@ from capture.shard_loop import (
     Tap,
 )
 from capture.slabs import Entry, Slab, SlabPool
-from store.geometry import ArrayGeometry
 from store.run_format import ObjectRecord
 
 
@@ -80,11 +79,11 @@ class Assembly:
         if self._broken is not None:
             raise RuntimeError(f"a shard writer of rank {self.rank} broke:\n{self._broken}")
 
-    def open_unit(self, layout: UnitLayout, cuts: dict[str, ArrayGeometry]) -> None:
-        """Accept rows of an attempt from now on; `cuts` maps a site to its array's geometry."""
+    def open_unit(self, unit: OpenUnit) -> None:
+        """Accept rows of an attempt from now on."""
         with self._lock:
-            self._layouts[layout.key] = layout
-        self._todo.put(OpenUnit(layout, cuts))
+            self._layouts[unit.layout.key] = unit.layout
+        self._todo.put(unit)
 
     def layouts(self) -> dict[int, UnitLayout]:
         """Return the layouts of the open units by key."""
@@ -105,11 +104,14 @@ class Assembly:
         """Take over a filled slab; it is released once every entry is placed or written."""
         self._todo.put(slab)
 
-    def seal_unit(self, key: int) -> None:
-        """Say that no more rows of the attempt will come; its report follows by `on_report`."""
+    def seal_unit(self, key: int, final: OpenUnit | None = None) -> None:
+        """Say that no more rows of the attempt will come; its report follows by `on_report`.
+
+        `final` gives a held unit the rows that its prompts really got.
+        """
         with self._lock:
             self._layouts.pop(key, None)
-        self._todo.put(SealUnit(key))
+        self._todo.put(SealUnit(key, final))
 
     def close(self, seconds: float = 10.0) -> None:
         """Stop the writers, after the work that is queued."""

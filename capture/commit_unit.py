@@ -21,6 +21,7 @@ from store import keys
 from store.attempt import AttemptWriter
 from store.codec import Codec
 from store.commit import CommitResult, commit_unit
+from store.generated import GENERATED, Continuation, generated_bytes
 from store.geometry import ArrayGeometry
 from store.objects.protocol import ObjectStore
 from store.run_format import (
@@ -93,10 +94,13 @@ def commit_captured_unit(
     reasons: dict[int, str],
     reports: Sequence[RankReport],
     timings: dict[str, float],
+    *,
+    said: dict[int, Continuation] | None = None,
 ) -> tuple[CommitResult, Commit]:
     """Check the ranks' reports against the task and make the one create-only commit.
 
-    `reasons` says why prompts (by place in the unit) were not captured. Raises `RowsMissing` where
+    `reasons` says why prompts (by place in the unit) were not captured, `said` what was generated
+    after the others, where anything was. Raises `RowsMissing` where
     anything is missing or there twice, and the store's `CommitRefused` where objects are.
     """
     total = layout.total_rows
@@ -118,6 +122,8 @@ def commit_captured_unit(
         _check_shards(arrays, {record.name for record in records})
     writer = AttemptWriter(objects, task.unit, task.attempt, run_id=shape.run_id)
     records += writer.put_metadata(arrays)
+    if said:
+        records.append(writer.put_object(GENERATED, generated_bytes(sorted(said.items()))))
     commit = Commit(
         run_id=shape.run_id,
         unit=task.unit,

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from capture.adapters.vllm_config import total_query_heads
-from capture.adapters.vllm_engine import StepEngine, start_engine
+from capture.adapters.vllm_engine import Finished, StepEngine, start_engine
 from capture.assembly import RankReport
 from capture.attention_layers import merge_semantics
 from capture.commit_unit import CaptureShape, commit_captured_unit
@@ -30,6 +30,7 @@ from capture.settings import (
     UnitStatus,
     UnitTask,
 )
+from store.generated import Continuation
 from store.objects.open import open_store
 from store.run_format import ModelManifest
 
@@ -50,6 +51,8 @@ class _InFlight:
     running: int = 0
     reached: int = 0
     """Leading prompts of a unit in batches that the engine is done with."""
+    said: dict[int, Continuation] = field(default_factory=dict)
+    """Place -> what was generated after the prompt."""
     reports: dict[int, RankReport] = field(default_factory=dict)
     sealed: bool = False
     commit: Future[UnitResult] | None = None
@@ -124,11 +127,11 @@ class CaptureEngine:
                     reasons[place] = prompt.reason
                     continue
                 try:
-                    self._engine.add(key, place, prompt.token_ids)
+                    self._add(key, task, place)
                 except PromptRefused as error:
                     reasons[place] = str(error)
                     continue
-                rows[place] = len(prompt.token_ids)
+                rows[place] = len(prompt.token_ids) + self._most_generated - 1
             layout = UnitLayout.plan(key, task.unit, task.attempt, rows)
             unfinished = sum(1 for count in rows if count)
             unit = _InFlight(task, layout, reasons, time.monotonic(), unfinished)
@@ -153,6 +156,7 @@ class CaptureEngine:
                         continue
                     unit.unfinished -= 1
                     unit.running -= 1
+                    self._note(unit, finished)
                     if finished.error is not None:
                         self._engine.call("capture_drop_unit", finished.unit)
                         self._engine.abort(finished.unit)
@@ -185,12 +189,36 @@ class CaptureEngine:
         batch, unit.waiting = unit.waiting[:size], unit.waiting[size:]
         unit.reached, unit.running = batch[0], len(batch)
         for place in batch:
-            self._engine.add(key, place, unit.task.prompts[place].token_ids)
+            self._add(key, unit.task, place)
+
+    @property
+    def _most_generated(self) -> int:
+        generation = self._shape.settings.generation
+        return 1 if generation is None else generation.max_tokens
+
+    def _add(self, key: int, task: UnitTask, place: int) -> None:
+        ids = task.prompts[place].token_ids
+        self._engine.add(key, place, ids, number=task.first_prompt + place)
+
+    def _note(self, unit: _InFlight, finished: Finished) -> None:
+        if finished.error is None and self._shape.settings.generation is not None:
+            strings = tuple(self._engine.token_strings(finished.token_ids))
+            unit.said[finished.prompt] = Continuation(
+                finished.token_ids, strings, finished.logprobs, finished.reason
+            )
 
     def _seal(self, key: int) -> None:
         unit = self._units[key]
         unit.sealed, unit.reached = True, len(unit.task.prompts)
-        self._engine.call("capture_seal_unit", key)
+        final: UnitLayout | None = None
+        if self._shape.settings.generation is not None:
+            # Only now it is known how many tokens each prompt got; the last has no row.
+            rows = [0] * len(unit.task.prompts)
+            for place, said in unit.said.items():
+                rows[place] = len(unit.task.prompts[place].token_ids) + len(said.token_ids) - 1
+            final = UnitLayout.plan(key, unit.task.unit, unit.task.attempt, rows)
+            unit.layout = final
+        self._engine.call("capture_seal_unit", key, final)
 
     def _collect(self) -> None:
         for reports in self._engine.call("capture_poll"):
@@ -225,7 +253,14 @@ class CaptureEngine:
         if error is None:
             try:
                 result, commit = commit_captured_unit(
-                    self._objects, self._shape, task, unit.layout, unit.reasons, reports, timings
+                    self._objects,
+                    self._shape,
+                    task,
+                    unit.layout,
+                    unit.reasons,
+                    reports,
+                    timings,
+                    said=unit.said,
                 )
             except Exception:  # noqa: BLE001
                 # Policy: an attempt that cannot be committed has failed; the driver decides.

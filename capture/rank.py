@@ -21,7 +21,7 @@ from capture.heads import HeadShare, head_share
 from capture.lanes import Lane, OnAnswer, process_lanes, thread_lanes
 from capture.rows import Span, StepRows, UnitLayout, plan_step
 from capture.settings import CaptureSettings, StoreLocation
-from capture.shard_loop import Tap
+from capture.shard_loop import OpenUnit, Tap
 from capture.slabs import TapShape
 from capture.staging import NUM_DEVICE_SLOTS, Staging
 from capture.step_block import LayerReads
@@ -190,17 +190,23 @@ class RankCapture:
     def begin_unit(self, layout: UnitLayout) -> None:
         """Accept rows of an attempt from the next step on."""
         self._writers.check()
+        self._writers.open_unit(self._opening(layout, held=self.settings.generation is not None))
+
+    def seal_unit(self, key: int, final: UnitLayout | None) -> None:
+        """All rows of the attempt have been computed: report it once they are durable.
+
+        `final` says how many rows each prompt got, where that was not known before.
+        """
+        self._staging.flush()
+        self._writers.seal_unit(key, None if final is None else self._opening(final, held=False))
+
+    def _opening(self, layout: UnitLayout, *, held: bool) -> OpenUnit:
         item = self.dtype.itemsize
         cuts = {
             site.site.value: site.geometry(len(self.taken), layout.total_rows, item)
             for site in self.sites
         }
-        self._writers.open_unit(layout, cuts)
-
-    def seal_unit(self, key: int) -> None:
-        """All rows of the attempt have been computed: report it once they are durable."""
-        self._staging.flush()
-        self._writers.seal_unit(key)
+        return OpenUnit(layout, cuts, held)
 
     def drop_unit(self, key: int) -> None:
         """Forget an attempt that will not be committed."""

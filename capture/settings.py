@@ -36,12 +36,28 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Generation:
+    """How to continue prompts. `temperature` 0 takes the likeliest token each time."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    seed: int = 0
+    """Each prompt draws by this seed and its number in the plan, whatever it is batched with."""
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class CaptureSettings:
     """What to keep and with how much memory. `layers` None means every attention layer."""
 
     sites: tuple[Site, ...] = (Site.ROT_Q, Site.ROT_K, Site.V, Site.Z)
     layers: tuple[int, ...] | None = None
     codec: Codec = Codec.RAW
+    generation: Generation | None = None
+    """None: prompts are read, not continued."""
     host_bytes: int = 1 << 30
     """Host staging of each rank, allocated once: slabs of `slot_bytes`."""
     device_bytes: int = 1 << 30
@@ -66,13 +82,14 @@ class CaptureSettings:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> CaptureSettings:
         """Undo `to_json`."""
-        layers = values["layers"]
+        layers, generation = values["layers"], values["generation"]
         return cls(
             **{
                 **values,
                 "sites": tuple(Site(site) for site in values["sites"]),
                 "layers": None if layers is None else tuple(layers),
                 "codec": Codec(values["codec"]),
+                "generation": None if generation is None else Generation(**generation),
             }
         )
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,10 +45,15 @@ class Tap:
 
 @dataclass(frozen=True, slots=True)
 class OpenUnit:
-    """Accept rows of an attempt from now on; `cuts` maps a site to its array's geometry."""
+    """Accept rows of an attempt from now on; `cuts` maps a site to its array's geometry.
+
+    `held`: how many rows each prompt gets is known only at the end (generation); `layout` then
+    reserves the most, and shards are cut and written when the unit is sealed.
+    """
 
     layout: UnitLayout
     cuts: dict[str, ArrayGeometry]
+    held: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +73,10 @@ class DropUnit:
 
 @dataclass(frozen=True, slots=True)
 class SealUnit:
-    """No more rows of the attempt will come: report."""
+    """No more rows of the attempt will come: report. `final` replaces the reserved layout."""
 
     key: int
+    final: OpenUnit | None = None
 
 
 Message = OpenUnit | FailUnit | DropUnit | SealUnit
@@ -108,6 +114,39 @@ class _ShardBuffer:
         self.missing -= int(np.count_nonzero(~self.seen[row : row + count]))
         self.seen[row : row + count] = True
 
+    def take(self, row: int, source: _ShardBuffer, start: int, count: int) -> None:
+        """Copy `count` rows from row `start` of another buffer, those that it has seen."""
+        copy_rows(self.chunks_GCgtD, row, source.chunks_GCgtD, start, count)
+        seen = source.seen[start : start + count]
+        self.missing -= int(np.count_nonzero(seen & ~self.seen[row : row + count]))
+        self.seen[row : row + count] |= seen
+
+
+class _Moved:
+    """Where the rows of a unit's final layout lie in its reserved one."""
+
+    def __init__(self, reserved: UnitLayout, final: UnitLayout) -> None:
+        self._reserved, self._final = reserved, final
+        if np.any(final.num_rows > reserved.num_rows):
+            raise RowsMissing(f"unit {final.unit}: a prompt got more rows than were reserved")
+
+    def pieces(self, first: int, size: int, shard_tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (final row, reserved row, count) that make up `size` final rows from `first`.
+
+        No piece crosses a shard boundary of the reserved rows.
+        """
+        row = first
+        while row < first + size:
+            prompt, position = self._final.prompt_at(row)
+            source = int(self._reserved.first_row[prompt]) + position
+            count = min(
+                first + size - row,
+                int(self._final.num_rows[prompt]) - position,
+                shard_tokens - source % shard_tokens,
+            )
+            yield row, source, count
+            row += count
+
 
 def copy_rows(
     target_GCgtD: np.ndarray, row: int, source_GCgtD: np.ndarray, start: int, count: int
@@ -126,7 +165,7 @@ class _Unit:
     """This writer's part of one attempt."""
 
     def __init__(self, message: OpenUnit, store: ObjectStore) -> None:
-        self.layout, self.cuts = message.layout, message.cuts
+        self.layout, self.cuts, self.held = message.layout, message.cuts, message.held
         self.writer = AttemptWriter(store, message.layout.unit, message.layout.attempt)
         self.buffers: dict[tuple[int, int], _ShardBuffer] = {}
         self.left: set[tuple[int, int]] = set()
@@ -161,8 +200,8 @@ class ShardLoop:
                     unit.fail(error)
             case DropUnit(key):
                 self._units.pop(key, None)
-            case SealUnit(key):
-                return self._seal(key)
+            case SealUnit(key, final):
+                return self._seal(key, final)
         return None
 
     def place(self, entries: Sequence[Entry], slab: np.ndarray) -> None:
@@ -207,7 +246,7 @@ class ShardLoop:
             )
         buffer = unit.buffers.get(place)
         tile = staged_GCgtD.shape[3]
-        whole = buffer is None and count == cut.tokens_in_shard(shard)
+        whole = buffer is None and count == cut.tokens_in_shard(shard) and not unit.held
         if whole and tile == cut.chunk_tokens and staged % tile == 0:
             first = staged // tile
             chunks = cut.token_chunks_in_shard(shard)
@@ -218,9 +257,35 @@ class ShardLoop:
         started = time.perf_counter()
         buffer.place(row, staged_GCgtD, staged, count)
         unit.spent("copy", started)
-        if buffer.missing == 0:
+        if buffer.missing == 0 and not unit.held:
             del unit.buffers[place]
             self._leave(unit, tap, shard, buffer.chunks_GCgtD)
+
+    def _settle(self, unit: _Unit, final: OpenUnit) -> None:
+        """Move a held unit's rows from where they were reserved to where they belong, and write.
+
+        Rows past a prompt's end (of a step that ran on) are left behind.
+        """
+        old_cuts, buffers = unit.cuts, unit.buffers
+        rows_of = _Moved(unit.layout, final.layout)
+        unit.layout, unit.cuts, unit.held, unit.buffers = final.layout, final.cuts, False, {}
+        for number, tap in sorted(self.taps.items()):
+            old, new = old_cuts[tap.site], final.cuts[tap.site]
+            for shard in range(new.num_token_shards):
+                first, size = shard * new.shard_tokens, new.tokens_in_shard(shard)
+                target: _ShardBuffer | None = None
+                for row, source_row, count in rows_of.pieces(first, size, old.shard_tokens):
+                    source = buffers.get((number, source_row // old.shard_tokens))
+                    if source is not None:
+                        bits = source.chunks_GCgtD.dtype
+                        target = target or _ShardBuffer(new, shard, bits)
+                        target.take(row - first, source, source_row % old.shard_tokens, count)
+                if target is not None and target.missing == 0:
+                    self._leave(unit, number, shard, target.chunks_GCgtD)
+                elif target is not None:
+                    unit.buffers[number, shard] = target
+            for place in [place for place in buffers if place[0] == number]:
+                del buffers[place]
 
     def _leave(self, unit: _Unit, number: int, shard: int, chunks_GCgtD: np.ndarray) -> None:
         tap = self.taps[number]
@@ -239,10 +304,16 @@ class ShardLoop:
             unit.chunk_sizes[record.name] = encoded.chunk_sizes
         unit.rows[tap.site] = unit.rows.get(tap.site, 0) + cut.tokens_in_shard(shard)
 
-    def _seal(self, key: int) -> PartReport:
+    def _seal(self, key: int, final: OpenUnit | None) -> PartReport:
         unit = self._units.pop(key, None)
         if unit is None:
             return PartReport(key, error="the attempt is not open")
+        if final is not None and unit.error is None:
+            try:
+                self._settle(unit, final)
+            except Exception:  # noqa: BLE001
+                # Policy: whatever goes wrong with a unit's rows fails that unit, with why.
+                unit.fail(traceback.format_exc())
         error = unit.error or self._first_missing(unit)
         if error is not None:
             return PartReport(key, error=error, timings=unit.timings)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from capture.settings import CaptureSettings, EngineSettings, StoreLocation
+from capture.settings import CaptureSettings, EngineSettings, Generation, StoreLocation
 from store.codec import Codec
 from store.run_format import Site
 
@@ -147,6 +147,40 @@ class CaptureConfig(Section):
         return self
 
 
+class GenerateConfig(Section):
+    """How prompts are continued; `generate: 8` is short for `generate: {tokens: 8}`."""
+
+    tokens: Annotated[int, Field(ge=0), FROZEN] = 0
+    """The most tokens after each prompt; 0 reads prompts without continuing them."""
+    temperature: Annotated[float, Field(ge=0), FROZEN] = 0.0
+    """0 takes the likeliest token each time."""
+    top_p: Annotated[float, Field(gt=0, le=1), FROZEN] = 1.0
+    top_k: Annotated[int, Field(ge=0), FROZEN] = 0
+    """0: all tokens."""
+    seed: Annotated[int, Field(ge=0), FROZEN] = 0
+    """Each prompt draws by this seed and its number in the plan."""
+    ignore_eos: Annotated[bool, FROZEN] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _tokens_alone(cls, value: Any) -> Any:
+        alone = isinstance(value, int) and not isinstance(value, bool)
+        return {"tokens": value} if alone else value
+
+    def generation(self) -> Generation | None:
+        """Return what the engine needs to know; None where nothing is generated."""
+        if not self.tokens:
+            return None
+        return Generation(
+            max_tokens=self.tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            seed=self.seed,
+            ignore_eos=self.ignore_eos,
+        )
+
+
 class EngineConfig(Section):
     """How the engine runs."""
 
@@ -216,6 +250,7 @@ class RunConfig(Section):
     prompts: PromptsConfig
     model: ModelConfig
     capture: CaptureConfig = CaptureConfig()
+    generate: GenerateConfig = GenerateConfig()
     engine: EngineConfig = EngineConfig()
     workers: WorkersConfig = WorkersConfig()
     max_bytes: Annotated[int | None, Field(ge=1)] = None
@@ -265,6 +300,7 @@ class RunConfig(Section):
             sites=self.capture.sites,
             layers=self.capture.layers,
             codec=self.capture.codec,
+            generation=self.generate.generation(),
             host_bytes=self.engine.host_bytes,
             device_bytes=self.engine.device_bytes,
             slot_bytes=self.engine.slot_bytes,

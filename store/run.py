@@ -52,11 +52,17 @@ class RunModel:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The sequence that every row of a prompt belongs to: `ids[p]` is the token at position p."""
+    """The sequence that every row of a prompt belongs to: `ids[p]` is the token at position p.
+
+    The last `num_generated` were generated; `logprobs` holds the log-probability of each when it
+    was chosen. The last generated token was never fed to the model: it is the one without a row.
+    """
 
     prompt: str
     ids: NDArray[np.int32]
     strings: tuple[str, ...]
+    num_generated: int = 0
+    logprobs: tuple[float, ...] = ()
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -166,7 +172,12 @@ class Run(AcrossPrompts):
         """Return a planned prompt's token ids and strings. Raises `PromptNotFound`."""
         place = self._index.locate(prompt)
         ids, strings = self._index.tokens(place.row)
-        return Tokens(place.prompt_id, ids, tuple(strings))
+        said = self._index.continuation(place.row)
+        if said is None:
+            return Tokens(place.prompt_id, ids, tuple(strings))
+        return Tokens(
+            place.prompt_id, ids, tuple(strings), len(said.token_ids), tuple(said.logprobs)
+        )
 
     def read(
         self,

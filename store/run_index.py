@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from store.commit import read_commit
 from store.committed_units import CommittedUnits
 from store.errors import FormatError, PromptNotFound, PromptNotStored
+from store.generated import GENERATED, Continuation, read_generated
 from store.objects.protocol import ObjectStore
 from store.plan import read_segments
 from store.plan_tables import PlanTables, PromptTokens
@@ -78,6 +79,7 @@ class RunIndex:
         self._lock = threading.RLock()
         self._commits: OrderedDict[str, Commit] = OrderedDict()
         self._summaries: dict[str, UnitSummary] = {}
+        self._said: OrderedDict[tuple[int, str], dict[int, Continuation]] = OrderedDict()
         found = map_(lambda find: find(objects), [read_segments, find_committed])
         self._committed: CommittedUnits = found[1]
         self._plan = PlanTables(objects, found[0], map_)
@@ -110,8 +112,30 @@ class RunIndex:
         return self._plan.prompts()
 
     def tokens(self, row: int) -> PromptTokens:
-        """Return a prompt's token ids and strings."""
-        return self._plan.tokens(row)
+        """Return a prompt's token ids and strings, those generated after it included."""
+        ids, strings = self._plan.tokens(row)
+        said = self.continuation(row)
+        if said is None:
+            return ids, strings
+        longer = np.concatenate([ids, np.asarray(said.token_ids, ids.dtype)])
+        return longer, [*strings, *said.token_strings]
+
+    def continuation(self, row: int) -> Continuation | None:
+        """Return what was generated after a prompt; None where nothing was, or not yet."""
+        (unit,), (place,) = self._plan.units_of(np.asarray([row], np.int64))
+        commit = self.commit(int(unit))
+        if commit is None or not any(one.name == GENERATED for one in commit.objects):
+            return None
+        name = (commit.unit, commit.attempt)
+        with self._lock:
+            said = self._said.get(name)
+        if said is None:
+            said = read_generated(self._objects, commit)
+            with self._lock:
+                self._said[name] = said
+                while len(self._said) > KEPT_COMMITS:
+                    self._said.popitem(last=False)
+        return said.get(int(place))
 
     def locate(self, prompt: Prompt) -> PromptPlace:
         """Return the place of a prompt given by its id or its row in the prompts table.

@@ -97,6 +97,12 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("vllm.v1.worker.gpu_input_batch:InputBatch.req_ids", "the order of rows in the slab"),
     Part(
+        "vllm.v1.worker.gpu_input_batch:InputBatch.__init__",
+        "holds the random generators that the CPU worker makes rewindable",
+        mentions=("generators",),
+        platform="cpu",
+    ),
+    Part(
         "vllm.v1.core.sched.output:SchedulerOutput",
         "how many rows each request has in a step",
         takes=("num_scheduled_tokens",),

@@ -20,7 +20,8 @@ from capture.adapters.meta_kernels import register_meta_kernels
 from capture.adapters.vllm_runner import EXTRA_ARG
 from capture.errors import PromptRefused
 from capture.refusals import refuse_model, refuse_options
-from capture.settings import CaptureSettings, EngineSettings
+from capture.settings import CaptureSettings, EngineSettings, Generation
+from capture.token_text import token_string
 
 WORKER_CLASS = "capture.adapters.vllm_worker.CaptureWorker"
 
@@ -32,13 +33,16 @@ class Finished:
     unit: int
     prompt: int
     error: str | None
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    reason: str = ""
 
 
 class StepEngine:
     """One vLLM engine: requests in, steps, finished requests out, calls to every rank."""
 
-    def __init__(self, model: Any) -> None:
-        self.nnsight_model = model
+    def __init__(self, model: Any, generation: Generation | None = None) -> None:
+        self.nnsight_model, self._generation = model, generation
         self._engine = model.vllm_entrypoint.llm_engine
         self._owner: dict[str, tuple[int, int]] = {}
 
@@ -51,15 +55,17 @@ class StepEngine:
         """Whether any request is unfinished."""
         return bool(self._engine.has_unfinished_requests())
 
-    def add(self, unit: int, prompt: int, token_ids: np.ndarray) -> None:
-        """Queue a prompt for prefill. Raises `PromptRefused` where vLLM does not take it."""
+    def add(self, unit: int, prompt: int, token_ids: np.ndarray, number: int = 0) -> None:
+        """Queue a prompt, to be read or continued. Raises `PromptRefused` where vLLM refuses it.
+
+        `number` is its number in the plan, by which it draws its own random tokens.
+        """
         from vllm import SamplingParams, exceptions
 
         params = SamplingParams(
-            temperature=0.0,
-            max_tokens=1,
             detokenize=False,
             extra_args={EXTRA_ARG: [unit, prompt]},
+            **_sampling(self._generation, number),
         )
         request_id = f"u{unit}p{prompt}"
         # vLLM lets ids pass that lie in the padding of its embedding table.
@@ -96,10 +102,27 @@ class StepEngine:
             owner = self._owner.pop(output.request_id, None)
             if owner is None:
                 continue
-            reason = output.outputs[0].finish_reason if output.outputs else "no output"
-            error = None if reason in ("length", "stop") else f"vLLM ended the request: {reason}"
-            finished.append(Finished(*owner, error))
+            finished.append(self._finished(owner, output))
         return finished
+
+    def _finished(self, owner: tuple[int, int], output: Any) -> Finished:
+        reason = output.outputs[0].finish_reason if output.outputs else "no output"
+        if reason not in ("length", "stop"):
+            return Finished(*owner, f"vLLM ended the request: {reason}")
+        if self._generation is None:
+            return Finished(*owner, None)
+        said = output.outputs[0]
+        ids = tuple(int(token) for token in said.token_ids)
+        logprobs = tuple(
+            float(candidates[token].logprob)
+            for token, candidates in zip(ids, said.logprobs, strict=True)
+        )
+        return Finished(*owner, None, ids, logprobs, reason)
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return each token as a reader may see it: its own text, or its name."""
+        tokenizer = self._engine.get_tokenizer()
+        return [token_string(tokenizer, token) for token in token_ids]
 
     def call(self, method: str, *args: Any) -> list[Any]:
         """Call a worker method on every rank; results in rank order."""
@@ -108,6 +131,20 @@ class StepEngine:
     def shutdown(self) -> None:
         """End the engine and its worker processes."""
         self._engine.engine_core.shutdown()
+
+
+def _sampling(generation: Generation | None, number: int) -> dict[str, Any]:
+    if generation is None:
+        return {"temperature": 0.0, "max_tokens": 1}
+    return {
+        "max_tokens": generation.max_tokens,
+        "temperature": generation.temperature,
+        "top_p": generation.top_p,
+        "top_k": generation.top_k,
+        "seed": (generation.seed * 1_000_003 + number) % (1 << 63),
+        "ignore_eos": generation.ignore_eos,
+        "logprobs": 0,
+    }
 
 
 def start_engine(settings: EngineSettings, capture: CaptureSettings | None) -> StepEngine:
@@ -126,7 +163,8 @@ def start_engine(settings: EngineSettings, capture: CaptureSettings | None) -> S
 
     check_contract()
     VLLM._WORKER_CLS = WORKER_CLASS
-    return StepEngine(VLLM(settings.model, dispatch=True, **engine_arguments(settings, capture)))
+    model = VLLM(settings.model, dispatch=True, **engine_arguments(settings, capture))
+    return StepEngine(model, None if capture is None else capture.generation)
 
 
 def model_config(settings: EngineSettings) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.platforms import current_platform
 
+from capture.adapters.cpu_generator import make_rewindable
 from capture.adapters.nnsight_block import envoy_of
 from capture.adapters.vllm_config import total_query_heads
 from capture.adapters.vllm_runner import StepCaptureRunner
@@ -72,8 +73,8 @@ class _CaptureRpc:
     def capture_begin_unit(self, layout: UnitLayout) -> None:
         self._capture.begin_unit(layout)
 
-    def capture_seal_unit(self, key: int) -> None:
-        self._capture.seal_unit(key)
+    def capture_seal_unit(self, key: int, final: UnitLayout | None = None) -> None:
+        self._capture.seal_unit(key, final)
 
     def capture_drop_unit(self, key: int) -> None:
         self._capture.drop_unit(key)
@@ -104,6 +105,11 @@ if current_platform.is_cpu():
 
     class NNsightCPUModelRunner(NNsightGPUModelRunner, CPUModelRunner):
         """nnsight's runner over vLLM's CPU runner, itself a GPUModelRunner."""
+
+        def _update_states(self, scheduler_output: Any) -> Any:
+            deferred = super()._update_states(scheduler_output)
+            make_rewindable(self.requests, self.input_batch.generators)
+            return deferred
 
     class NNsightCPUWorker(CPUWorker):
         """vLLM's CPU worker with what `NNsightGPUWorker` adds to the GPU's."""

@@ -135,3 +135,35 @@ def _tiny_ranks(factory, model: Path, units: list[list[list[int]]], ranks: int) 
     folder = factory.mktemp(f"tiny-qwen3-{ranks}") / "run"
     engine = {**SMALL_STEPS, "tensor_parallel_size": ranks}
     return capture_live([LiveCapture(str(folder), str(model), units, engine)])[0]
+
+
+GENERATED_TOKENS = 6
+
+
+@pytest.fixture(scope="session")
+def tiny_generated(tmp_path_factory, tiny_qwen3_dir, tiny_units) -> dict[str, Captured]:
+    """Tiny Qwen3 going on after each prompt: greedily, sampled in two ways, and short of cache."""
+    folder = tmp_path_factory.mktemp("tiny-generated")
+    sampled = {"max_tokens": GENERATED_TOKENS, "temperature": 1.5, "seed": 7}
+    short_of_cache = {
+        "max_model_len": 256,
+        "options": {"num_gpu_blocks_override": 10, "block_size": 32},
+    }
+    one_unit = [[ids for unit in tiny_units for ids in unit]]
+
+    def wanted(name: str, units, generation, **engine) -> LiveCapture:
+        return LiveCapture(
+            str(folder / name),
+            str(tiny_qwen3_dir),
+            units,
+            {**SMALL_STEPS, **engine},
+            {"generation": {"max_tokens": GENERATED_TOKENS, **generation}},
+        )
+
+    captures = {
+        "greedy": wanted("greedy", tiny_units, {"ignore_eos": True}),
+        "sampled": wanted("sampled", tiny_units, sampled),
+        "sampled alone": wanted("alone", one_unit, sampled, max_num_seqs=1),
+        "long": wanted("long", tiny_units, {**sampled, "max_tokens": 120}, **short_of_cache),
+    }
+    return dict(zip(captures, capture_live(list(captures.values())), strict=True))

@@ -17,7 +17,7 @@ from capture.errors import CaptureStalled
 from capture.lanes import process_lanes, thread_lanes
 from capture.rows import Run, Span, UnitLayout, plan_step
 from capture.settings import StoreLocation
-from capture.shard_loop import Tap
+from capture.shard_loop import OpenUnit, Tap
 from capture.slabs import Entry, Slab, TapShape
 from capture.staging import Staging
 from store.codec import Codec
@@ -73,10 +73,10 @@ class Rank:
     def _submit(self, slab: Slab) -> None:
         self.assembly.submit(slab)
 
-    def open(self, key: int, lengths: list[int]) -> UnitLayout:
+    def open(self, key: int, lengths: list[int], *, held: bool = False) -> UnitLayout:
         layout = UnitLayout.plan(key, key, f"a{key}", lengths)
         cuts = {site: geometry(layout.total_rows) for site in SITES}
-        self.assembly.open_unit(layout, cuts)
+        self.assembly.open_unit(OpenUnit(layout, cuts, held))
         return layout
 
     def step(self, *spans: Span, shift: float = 0.0, taps: tuple[int, ...] = (0, 1)) -> None:
@@ -90,9 +90,13 @@ class Rank:
             x_TF = base[:, None] + torch.arange(HEADS * SIZE) / 100 + tap / 4 + shift
             self.staging.put(tap, x_TF, SHAPE, index, plan.num_rows, plan.runs)
 
-    def seal(self, key: int) -> RankReport:
+    def seal(self, key: int, final: UnitLayout | None = None) -> RankReport:
         self.staging.flush()
-        self.assembly.seal_unit(key)
+        if final is None:
+            self.assembly.seal_unit(key)
+        else:
+            cuts = {site: geometry(final.total_rows) for site in SITES}
+            self.assembly.seal_unit(key, OpenUnit(final, cuts))
         return self.reports.get(timeout=60)
 
     def rows(self, report: RankReport, site: str, num_tokens: int) -> np.ndarray:
@@ -252,3 +256,19 @@ def test_slabs_all_come_back(rank: Rank) -> None:
         rank.step(Span(1, 0, start, 100))
     assert rank.seal(1).error is None
     rank.staging.pool.wait_free(rank.staging.pool.num_slabs, 10.0)
+
+
+def test_a_held_unit_is_cut_to_what_its_prompts_got(rank: Rank) -> None:
+    rank.open(1, [270, 40, 0, 300, 8], held=True)
+    final = UnitLayout.plan(1, 1, "a1", [256, 40, 0, 130, 3])
+    rank.step(Span(1, 0, 0, 256), Span(1, 1, 0, 30), Span(1, 3, 0, 130))
+    rank.step(Span(1, 4, 0, 3), Span(1, 1, 30, 10), Span(1, 0, 256, 5))
+    report = rank.seal(1, final)
+    assert_whole(rank, final, report)
+
+
+def test_a_row_that_a_held_unit_lacks_is_named(rank: Rank) -> None:
+    rank.open(1, [20, 20], held=True)
+    final = UnitLayout.plan(1, 1, "a1", [20, 10])
+    rank.step(Span(1, 0, 0, 20), Span(1, 1, 0, 7), Span(1, 1, 8, 2))
+    assert "no row for position 7 of prompt 1" in rank.seal(1, final).error

@@ -92,9 +92,6 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self._serve("PUT", lambda: self._put(body))
 
-    def do_DELETE(self) -> None:
-        self._serve("DELETE", self._delete)
-
     def do_GET(self) -> None:
         self._serve("GET", self._get)
 
@@ -132,19 +129,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _put(self, body: bytes) -> tuple[int, bytes, dict[str, str]]:
         state = self.server_state
         with state.lock:
-            conditional = (
-                self.headers.get("If-None-Match") == "*"
-                or self.headers.get("x-goog-if-generation-match") == "0"
-            )
-            if conditional and self._name() in state.objects:
+            if self.headers.get("If-None-Match") == "*" and self._name() in state.objects:
                 return 412, b"<Error><Code>PreconditionFailed</Code></Error>", {}
             state.objects[self._name()] = body
         return 200, b"", {"ETag": f'"{hash(body) & 0xFFFFFFFF:08x}"'}
-
-    def _delete(self) -> tuple[int, bytes, dict[str, str]]:
-        with self.server_state.lock:
-            self.server_state.objects.pop(self._name(), None)
-        return 204, b"", {}
 
     def _get(self) -> tuple[int, bytes, dict[str, str]]:
         data = self.server_state.objects.get(self._name())
