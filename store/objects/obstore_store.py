@@ -12,6 +12,7 @@ not survive a fork.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import threading
@@ -33,6 +34,11 @@ from store.objects.retry import DEFAULT_ATTEMPTS, DEFAULT_SECONDS, RetryPolicy, 
 SCHEMES = frozenset(
     {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "memory"}
 )
+CREDENTIAL_PROVIDERS = {
+    "boto3": ("obstore.auth.boto3", "Boto3CredentialProvider"),
+    "google": ("obstore.auth.google", "GoogleCredentialProvider"),
+    "azure": ("obstore.auth.azure", "AzureCredentialProvider"),
+}
 MULTIPART_BYTES = 32 << 20
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 4
@@ -282,7 +288,7 @@ class ObstoreStore:
         }
         provider = options.pop("credential_provider", None)
         if provider is not None:
-            arguments["credential_provider"] = provider
+            arguments["credential_provider"] = _credential_provider(provider)
         if self._scheme in ("s3", "s3a"):
             endpoint = (
                 options.get("endpoint") or options.get("aws_endpoint") or _endpoint_variable()
@@ -301,6 +307,20 @@ class ObstoreStore:
             raise StoreError(
                 f"{self.url}: {_summary(error)}; check the URL and the storage options"
             ) from None
+
+
+def _credential_provider(provider: Any) -> Any:
+    if not isinstance(provider, str):
+        return provider
+    if provider not in CREDENTIAL_PROVIDERS:
+        raise StoreError(
+            f"no credential provider is called {provider!r}: {', '.join(CREDENTIAL_PROVIDERS)} are"
+        )
+    module, name = CREDENTIAL_PROVIDERS[provider]
+    try:
+        return getattr(importlib.import_module(module), name)()
+    except ImportError as error:
+        raise StoreError(f"the credential provider {provider!r} needs a package: {error}") from None
 
 
 def _endpoint_variable() -> str | None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from store.checksum import crc32c
-from store.codec import DTYPES, Codec
+from store.codec import DTYPES, Codec, compress, decompress
 from store.errors import DamagedObject, FormatError
 from store.geometry import ArrayGeometry
 from store.shard import (
@@ -112,6 +112,24 @@ def test_a_frame_that_claims_another_size_is_refused_before_it_is_unpacked():
     stored = bytes(frame) + crc32c(frame).to_bytes(4, "little")
     with pytest.raises(DamagedObject, match="should hold"):
         decode_chunk(geometry, stored, Codec.FAST, np.dtype(np.float32), "s")
+
+
+@pytest.mark.parametrize("codec", [Codec.FAST, Codec.SMALL])
+def test_frames_made_up_by_an_attacker_are_damage_or_values_but_no_crash(codec):
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(30_000).astype(np.float32)
+    frame = compress(codec, values)
+    out = np.empty(values.nbytes, np.uint8)
+    refused = 0
+    for _ in range(2000):
+        forged = bytearray(frame)
+        for place in rng.integers(0, 400, rng.integers(1, 6)).tolist():
+            forged[place] = rng.integers(256)
+        try:
+            decompress(bytes(forged), out, "s")
+        except DamagedObject:
+            refused += 1
+    assert refused > 0
 
 
 def test_shards_of_one_shape_have_different_checksums():

@@ -129,6 +129,23 @@ def test_credentials_that_expire_in_mid_run_are_renewed(server):
     assert len(set(handed_out)) >= 3
 
 
+def test_a_profile_gives_credentials_by_name(server, tmp_path, monkeypatch):
+    (tmp_path / "credentials").write_text(
+        "[work]\naws_access_key_id = from-profile\naws_secret_access_key = secret\n"
+    )
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "work")
+    server.accepted_keys = {"from-profile"}
+    options = server.options(credential_provider="boto3")
+    del options["access_key_id"], options["secret_access_key"]
+    ObstoreStore(server.url, options).put("a", [b"x"])
+    assert server.objects == {"a": b"x"}
+    with pytest.raises(StoreError, match="boto3, google, azure"):
+        ObstoreStore(server.url, options | {"credential_provider": "other"}).put("a", [b"x"])
+
+
 def test_a_store_travels_to_another_process_by_pickle(server, objects):
     import pickle
 
