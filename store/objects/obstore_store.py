@@ -289,6 +289,8 @@ class ObstoreStore:
         provider = options.pop("credential_provider", None)
         if provider is not None:
             arguments["credential_provider"] = _credential_provider(provider)
+        if self._scheme == "http":
+            client_options.setdefault("allow_http", True)
         if self._scheme in ("s3", "s3a"):
             endpoint = (
                 options.get("endpoint") or options.get("aws_endpoint") or _endpoint_variable()

@@ -38,7 +38,7 @@ def web(tmp_path):
 def test_a_run_is_read_over_http(tmp_path, web):
     objects = LocalStore(tmp_path / "run")
     samples = write_run(objects, SampleShape(), [[30, 0, 7], [9]])
-    remote = open_store(web, {"client_options": {"allow_http": True}})
+    remote = open_store(web)
     with pytest.raises(CannotList, match="no snapshot"):
         find_committed(remote)
     write_snapshot(objects, RUN_ID)
@@ -46,7 +46,7 @@ def test_a_run_is_read_over_http(tmp_path, web):
     assert read_segments(remote) == read_segments(objects)
     with pytest.raises(ObjectNotFound):
         remote.get("absent.json", max_bytes=10)
-    run = open_run(web, {"client_options": {"allow_http": True}})
+    run = open_run(web)
     z = run.read("z", prompt="p2", layer=1)
     assert np.array_equal(z.values, samples[0].arrays["z"][1, 30:37].swapaxes(0, 1))
 
