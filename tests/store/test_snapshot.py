@@ -168,3 +168,19 @@ def test_complete_folders_are_leading_ones():
 def test_a_row_counts_outcomes():
     row = UnitRow.of(small_commit(3, failed=True))
     assert (row.stored, row.failed, row.skipped, row.num_prompts) == (0, 1, 0, 1)
+
+
+def test_every_back_end_lists_what_comes_after(objects, monkeypatch):
+    monkeypatch.setattr(keys, "UNITS_PER_FOLDER", 10)
+    put_commits(objects, range(35))
+    assert write_snapshot(objects, RUN_ID).complete_folders == 3
+    put_commits(objects, range(35, 52))
+    assert commit_unit(objects, small_commit(7, repair=1)).won
+    found = find_committed(objects)
+    assert found.complete_folders == 3
+    assert found.units().tolist() == list(range(52))
+    assert sorted(found.newer) == [7, *range(35, 52)]
+    assert found.key(7) == keys.commit_key(7, 1)
+    assert write_snapshot(objects, RUN_ID).complete_folders == 5
+    again = find_committed(objects)
+    assert (again.newer, len(again)) == ({}, 52)
