@@ -75,18 +75,26 @@ class Prompter:
 
     def prompts(self, records: Iterable[SourceRecord], first_place: int = 0) -> Iterator[Prompt]:
         """Yield one prompt a record, in order, numbered from `first_place` in the run."""
-        stream = enumerate(islice(records, self._config.limit), start=first_place)
+        stream = enumerate(self._checked(islice(records, self._config.limit)), start=first_place)
         while batch := list(islice(stream, BATCH_RECORDS)):
             yield from self._tokenized([self._draft(place, record) for place, record in batch])
 
+    def _checked(self, records: Iterator[SourceRecord]) -> Iterator[SourceRecord]:
+        """Refuse a source whose first record lacks the column: then they all will."""
+        config = self._config
+        content = config.token_ids_column or config.messages_column or config.text_column
+        for number, record in enumerate(records):
+            if number == 0 and content not in record.row:
+                names = list(map(str, record.row))
+                near = difflib.get_close_matches(content, names, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise SourceError(
+                    f"{record.where} has no column {content!r} (it has: {', '.join(names)}){hint}"
+                )
+            yield record
+
     def _draft(self, place: int, record: SourceRecord) -> _Draft:
         config, row = self._config, record.row
-        content = config.token_ids_column or config.messages_column or config.text_column
-        if content not in row and place == 0:
-            near = difflib.get_close_matches(content, list(map(str, row)), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            columns = ", ".join(map(str, row)) or "none"
-            raise SourceError(f"{record.where} has no column {content!r} (it has: {columns}){hint}")
         given = row.get(config.id_column) if config.id_column else None
         prompt_id = f"p{place}" if given is None or given == "" else str(given)
         used = {
@@ -106,7 +114,7 @@ class Prompter:
             text, fault = self._chat(row.get(config.messages_column))
             reason, templated = reason or fault, True
         elif not isinstance(text, str):
-            kind = "missing" if text is None else f"a {type(text).__name__}, not a string"
+            kind = "missing" if text is None else f"of type {type(text).__name__}, not a string"
             reason = reason or f"its text is {kind}"
         return _Draft(
             prompt_id, text if isinstance(text, str) else None, ids, reason, metadata, templated
@@ -114,7 +122,7 @@ class Prompter:
 
     def _given_ids(self, value: Any, reason: str | None) -> tuple[Sequence[int], str | None]:
         if isinstance(value, str) or not isinstance(value, Sequence):
-            return (), reason or f"its token ids are a {type(value).__name__}, not a list"
+            return (), reason or f"its token ids are of type {type(value).__name__}, not a list"
         if not all(isinstance(v, int) and not isinstance(v, bool) for v in value):
             return (), reason or "its token ids are not all integers"
         wrong = next((v for v in value if not 0 <= v < (self._vocabulary_size or 1 << 31)), None)

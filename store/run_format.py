@@ -248,7 +248,7 @@ class PromptOutcomes(Part):
     """Each prompt of a unit in plan order, as columns of equal length.
 
     `first_row` and `num_rows` place a stored prompt on the token axis; row i of the prompt is
-    position `first_position + i` unless `positions` lists them. Rows are back to back.
+    position `first_position + i`. Rows are back to back.
     """
 
     outcome: list[Outcome]

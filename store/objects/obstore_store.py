@@ -93,16 +93,7 @@ class ObstoreStore:
         views = [memoryview(part).cast("B") for part in parts]
         total = sum(view.nbytes for view in views)
         if total > MULTIPART_BYTES:
-            self._call(
-                name,
-                lambda client: obstore.put(
-                    client,
-                    checked_name(name),
-                    iter(views),
-                    chunk_size=PART_BYTES,
-                    max_concurrency=PARTS_AT_ONCE,
-                ),
-            )
+            self._call(name, lambda client: self._put_in_parts(client, name, views))
             return
         whole = views[0] if len(views) == 1 else memoryview(b"".join(views))
         self._call(
@@ -209,6 +200,21 @@ class ObstoreStore:
 
     def sync(self, prefix: str) -> None:
         """Do nothing: an answered put is durable."""
+
+    def _put_in_parts(self, client: Any, name: str, views: Sequence[memoryview]) -> None:
+        try:
+            obstore.put(
+                client,
+                checked_name(name),
+                iter(views),
+                chunk_size=PART_BYTES,
+                max_concurrency=PARTS_AT_ONCE,
+            )
+        except FileNotFoundError as error:
+            # An upload whose completion took effect, but whose answer was lost, is gone when the
+            # completion is repeated. Nobody can tell that from an upload that was aborted: again.
+            summary = f"{self.url}: {name}: its upload is gone ({_summary(error)})"
+            raise Transient from StoreError(summary)
 
     def _page(self, folder: str | None, last: str | None) -> Sequence[ObjectInfo]:
         """Return the next page in the server's own order; from memory, which has none, sorted."""

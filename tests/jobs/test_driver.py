@@ -1,21 +1,20 @@
-"""The driver on real Ray with an engine that fails on purpose: who is retried and who is blamed."""
+"""What a driver makes of a config and of what its workers report, with workers in this process."""
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import jobs.driver
+import jobs.ray_pool
+import jobs.worker
 from jobs.config import RunConfig
-from jobs.driver import RunOptions, RunOutcome
-from jobs.driver import run as run_job
 from jobs.errors import (
     ConfigError,
     ExitCode,
@@ -25,138 +24,34 @@ from jobs.errors import (
     RunStopped,
     SourceError,
 )
-from jobs.event_log import EventLog
-from jobs.listing import prompt_rows
-from jobs.progress import progress_view
 from jobs.snapshots import SnapshotKeeper
 from jobs.status import read_status
 from store.commit import committed_units, read_commit
 from store.objects.open import open_store
 from store.snapshot import find_committed
 from store.verify import verify_run
-from tests.jobs.fake_worker import FakeWorker
+from tests.jobs.driven import TEXTS, Driven, names, statuses
+from tests.jobs.local_pool import LocalPool
 
 pytestmark = pytest.mark.usefixtures("faults")
 
-TEXTS = [f"w{i} w1 w2 w3" for i in range(10, 22)]
-"""Twelve prompts of four tokens, two a unit."""
 
+class NoMetrics:
+    """There is no Ray to export them."""
 
-class Driven:
-    """Runs configs with the fake worker and keeps the log."""
+    def __init__(self, run_id: str) -> None: ...
 
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.stream = io.StringIO()
-        self.also: Callable[..., None] = lambda _event, **_fields: None
-
-    def __call__(self, config: RunConfig, **options: bool) -> RunOutcome:
-        log = NoticedLog(self)
-        if config.workers.address is None:
-            workers = config.workers.model_copy(update={"address": self.address})
-            config = config.model_copy(update={"workers": workers})
-        view = lambda: progress_view(as_json=True, stream=io.StringIO())  # noqa: E731
-        return run_job(config, RunOptions(worker=FakeWorker, **options), log, view)
-
-    def events(self, name: str) -> list[dict[str, object]]:
-        events = [json.loads(line) for line in self.stream.getvalue().splitlines()]
-        return [event for event in events if event["event"] == name]
-
-
-class NoticedLog(EventLog):
-    """Tells the test of each event too."""
-
-    def __init__(self, driven: Driven) -> None:
-        super().__init__(stream=driven.stream, as_json=True, every_unit=True)
-        self._driven = driven
-
-    def __call__(self, event: str, **fields: object) -> None:
-        super().__call__(event, **fields)
-        self._driven.also(event, **fields)
+    def set(self, snapshot: Any) -> None: ...
 
 
 @pytest.fixture
-def drive(ray_address: str) -> Driven:
-    return Driven(ray_address)
-
-
-def statuses(config: RunConfig) -> dict[str, tuple[str, str | None]]:
-    rows = prompt_rows(open_store(config.output))
-    return {row.prompt_id: (row.status, row.reason) for row in rows}
-
-
-def names(config: RunConfig) -> list[str]:
-    return sorted(p.as_posix() for p in Path(config.output).rglob("*") if p.is_file())
-
-
-def test_a_run_stores_every_prompt_once_and_running_again_changes_nothing(
-    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
-) -> None:
-    config = make_config(write_prompts([*TEXTS, ""]), workers={"count": 2})
-    outcome = drive(config)
-    assert outcome.exit_code is ExitCode.SOME_FAILED
-    found = statuses(config)
-    assert found.pop("p12") == ("failed", "it is empty: no tokens to capture")
-    assert set(found.values()) == {("stored", None)}
-    assert len(drive.events("committed")) == outcome.status.units_planned
-    before = names(config)
-    assert drive(config).exit_code is ExitCode.SOME_FAILED
-    assert names(config) == before
-    assert len(drive.events("nothing to do")) == 1
-
-
-def test_a_killed_worker_is_replaced_and_its_units_run_again(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
-    faults(tokens={"13": {"once": str(tmp_path / "killed")}})
-    config = make_config(write_prompts(TEXTS))
-    assert drive(config).exit_code is ExitCode.DONE
-    assert len(drive.events("worker lost: engine died")) == 1
-    assert set(statuses(config).values()) == {("stored", None)}
-
-
-@pytest.mark.parametrize("fault", ["kill", "raise"])
-def test_a_poison_prompt_is_found_alone_and_the_rest_of_its_unit_is_stored(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-    fault: str,
-) -> None:
-    faults(tokens={"15": fault})
-    config = make_config(write_prompts(TEXTS), workers={"max_attempts": 2})
-    assert drive(config).exit_code is ExitCode.SOME_FAILED
-    found = statuses(config)
-    status, reason = found.pop("p5")
-    assert status == "failed"
-    assert reason is not None
-    assert reason.startswith("quarantined: it failed 2 times running alone")
-    if fault == "raise":
-        assert "poisoned by token 15" in reason
-    assert set(found.values()) == {("stored", None)}
-    status_now = read_status(open_store(config.output))
-    assert status_now.units_quarantined == 0
-    assert status_now.complete
-
-
-def test_a_hung_worker_is_killed_at_its_deadline(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-) -> None:
-    faults(tokens={"15": "hang"})
-    config = make_config(
-        write_prompts(TEXTS), workers={"max_attempts": 1, "unit_deadline_seconds": 1.5}
-    )
-    assert drive(config).exit_code is ExitCode.SOME_FAILED
-    assert len(drive.events("worker lost: deadline passed")) == 3
-    failed = {name for name, (status, _) in statuses(config).items() if status == "failed"}
-    assert failed == {"p5"}
+def drive(monkeypatch: pytest.MonkeyPatch) -> Driven:
+    monkeypatch.setattr(jobs.ray_pool, "RayPool", LocalPool)
+    monkeypatch.setattr(jobs.ray_pool, "connect", lambda *_arguments, **_options: None)
+    monkeypatch.setattr(jobs.ray_pool, "disconnect", lambda: None)
+    monkeypatch.setattr(jobs.driver, "RunMetrics", NoMetrics)
+    monkeypatch.setattr(jobs.worker, "_leave_soon", lambda: None)
+    return Driven()
 
 
 def test_a_unit_none_of_whose_prompts_survives_is_quarantined(
@@ -187,17 +82,6 @@ def test_the_same_error_everywhere_stops_the_run(
         drive(make_config(write_prompts(TEXTS)))
 
 
-def test_workers_that_never_start_stop_the_run(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-) -> None:
-    faults(start="no such architecture")
-    with pytest.raises(RunStopped, match="no such architecture"):
-        drive(make_config(write_prompts(TEXTS)))
-
-
 def test_a_store_that_fails_for_a_while_charges_nobody(
     drive: Driven,
     make_config: Callable[..., RunConfig],
@@ -209,7 +93,7 @@ def test_a_store_that_fails_for_a_while_charges_nobody(
 
     gate = tmp_path / "mended"
     faults(unit_error="OSError: [Errno 28] No space left on device", unless_exists=str(gate))
-    timer = threading.Timer(12.0, gate.touch)
+    timer = threading.Timer(3.0, gate.touch)
     timer.start()
     assert drive(make_config(write_prompts(TEXTS))).exit_code is ExitCode.DONE
     timer.join()
@@ -374,50 +258,3 @@ def test_a_run_killed_while_planning_is_planned_anew(
     config = make_config(repeated, prompts={"id_column": None})
     assert drive(config).exit_code is ExitCode.DONE
     assert set(statuses(config)) == {"p0", "p1"}
-
-
-def test_workers_come_and_go_between_their_bounds(
-    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
-) -> None:
-    config = make_config(write_prompts(TEXTS), workers={"min": 1, "max": 3})
-    assert drive(config).exit_code is ExitCode.DONE
-    assert len(drive.events("worker asked for")) == 3
-
-
-def test_a_node_told_to_leave_gets_nothing_new_and_is_left(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-) -> None:
-    from ray._raylet import GcsClient
-    from ray.cluster_utils import Cluster
-    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
-
-    faults(seconds=0.1)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-    try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
-        config = make_config(
-            write_prompts(TEXTS * 12),
-            workers={"address": cluster.address, "count": 2, "num_cpus": 1},
-        )
-        told: list[str] = []
-
-        def drain_first(_event: str, **_fields: object) -> None:
-            started = drive.events("worker started")
-            if started and not told and len(drive.events("committed")) > 2:
-                told.append(str(started[0]["node"]))
-                deadline = int((time.time() + 600) * 1000)
-                reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-                gcs = GcsClient(address=cluster.address)
-                assert gcs.drain_node(told[0], reason, "spot notice", deadline)[0]
-
-        drive.also = drain_first
-        assert drive(config).exit_code is ExitCode.DONE
-        assert drive.events("draining")[0]["node"] == told[0]
-        assert [e for e in drive.events("worker released") if e.get("why")]
-        assert not drive.events("worker lost: engine died")
-    finally:
-        cluster.shutdown()

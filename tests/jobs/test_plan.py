@@ -70,7 +70,7 @@ def test_prompts_that_cannot_run_keep_their_place_and_say_why(
         "empty": "it is empty: no tokens to capture",
         "long": "too long: 64 tokens, the engine takes 63 (max_model_len 64 less one for the "
         "token it generates)",
-        "number": "its text is a int, not a string",
+        "number": "its text is of type int, not a string",
         "none": "its text is missing",
         "left-out": "skipped: listed in prompts.skip",
     }
@@ -218,7 +218,7 @@ def test_token_ids_are_taken_as_they_are(
     assert table["plan_reason"].to_pylist() == [
         None,
         "token id 999 lies outside the model's vocabulary of 201",
-        "its token ids are a str, not a list",
+        "its token ids are of type str, not a list",
     ]
 
 
@@ -305,6 +305,9 @@ def test_a_segment_more_continues_the_numbers(
     table = read_unit_table(objects, read_segments(objects))
     assert table.num_tokens.sum() == 30
     assert table.segment.tolist() == [0] * first.num_units + [1] * second.num_units
+    wrong = write_prompts([{"id": "r", "txt": "w3"}], "wrong.jsonl")
+    with pytest.raises(SourceError, match="did you mean 'txt'"):
+        write_plan(objects, make_config(wrong), run_id=RUN_ID, before=[first, second])
     again = write_prompts([{"id": "p3", "text": "w3"}], "again.jsonl")
     with pytest.raises(SourceError, match=r"'p3' \(prompts 3 and 12\)"):
         write_plan(objects, make_config(again), run_id=RUN_ID, before=[first, second])

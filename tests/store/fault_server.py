@@ -18,6 +18,7 @@ BUCKET = "faulty"
 class Fault(Enum):
     """What happens to one request instead of a proper answer."""
 
+    NONE = "nothing: a proper answer"
     CONFLICT = "409, without effect"
     UNAVAILABLE = "503, without effect"
     UNAVAILABLE_AFTER = "503, after the effect"
@@ -36,6 +37,8 @@ class FaultServer:
     objects: dict[str, bytes] = field(default_factory=dict)
     faults: list[tuple[str, Fault]] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+    uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    """Multipart uploads that are not finished: id -> part number -> bytes."""
     accepted_keys: set[str] | None = None
     """Access keys that are let in; None lets everyone in."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -92,6 +95,13 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self._serve("PUT", lambda: self._put(body))
 
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._serve("POST", self._begin_or_complete)
+
+    def do_DELETE(self) -> None:
+        self._serve("DELETE", self._delete)
+
     def do_GET(self) -> None:
         self._serve("GET", self._get)
 
@@ -128,11 +138,38 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _put(self, body: bytes) -> tuple[int, bytes, dict[str, str]]:
         state = self.server_state
+        upload, part = self._query("uploadId"), self._query("partNumber")
+        if upload and part:
+            with state.lock:
+                state.uploads[upload][int(part)] = body
+            return 200, b"", {"ETag": f'"{part}"'}
         with state.lock:
-            if self.headers.get("If-None-Match") == "*" and self._name() in state.objects:
+            conditional = (
+                self.headers.get("If-None-Match") == "*"
+                or self.headers.get("x-goog-if-generation-match") == "0"
+            )
+            if conditional and self._name() in state.objects:
                 return 412, b"<Error><Code>PreconditionFailed</Code></Error>", {}
             state.objects[self._name()] = body
         return 200, b"", {"ETag": f'"{hash(body) & 0xFFFFFFFF:08x}"'}
+
+    def _begin_or_complete(self) -> tuple[int, bytes, dict[str, str]]:
+        state, upload = self.server_state, self._query("uploadId")
+        with state.lock:
+            if upload is None:
+                upload = f"upload-{len(state.requests)}"
+                state.uploads[upload] = {}
+                return 200, _xml("InitiateMultipartUploadResult", UploadId=upload), {}
+            if upload not in state.uploads:
+                return 404, b"<Error><Code>NoSuchUpload</Code></Error>", {}
+            parts = state.uploads.pop(upload)
+            state.objects[self._name()] = b"".join(parts[number] for number in sorted(parts))
+        return 200, _xml("CompleteMultipartUploadResult", ETag='"e"'), {}
+
+    def _delete(self) -> tuple[int, bytes, dict[str, str]]:
+        with self.server_state.lock:
+            self.server_state.objects.pop(self._name(), None)
+        return 204, b"", {}
 
     def _get(self) -> tuple[int, bytes, dict[str, str]]:
         data = self.server_state.objects.get(self._name())
@@ -170,5 +207,14 @@ class _Handler(BaseHTTPRequestHandler):
         path = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
         return path.removeprefix(f"/{BUCKET}/run/")
 
+    def _query(self, name: str) -> str | None:
+        query = urllib.parse.urlsplit(self.path).query
+        return urllib.parse.parse_qs(query, keep_blank_values=True).get(name, [None])[0]
+
     def _access_key(self) -> str:
         return self.headers.get("Authorization", "").partition("Credential=")[2].partition("/")[0]
+
+
+def _xml(root: str, **members: str) -> bytes:
+    body = "".join(f"<{name}>{value}</{name}>" for name, value in members.items())
+    return f"<{root}>{body}</{root}>".encode()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from datetime import UTC, datetime, timedelta
 
+import numpy as np
 import pytest
 
 from store import keys
@@ -156,3 +157,50 @@ def test_a_store_travels_to_another_process_by_pickle(server, objects):
 def test_the_url_never_shows_credentials():
     store = ObstoreStore("s3://user:password@bucket/run?token=abc", {"secret_access_key": "s"})
     assert store.url == "s3://bucket/run"
+
+
+@pytest.mark.parametrize("fault", [None, *EFFECTLESS, *EFFECTIVE])
+@pytest.mark.parametrize("method", ["PUT", "POST"])
+def test_a_big_put_survives_a_fault_in_any_of_its_requests(server, objects, method, fault):
+    block = np.random.default_rng(0).bytes(1 << 20)
+    parts = [memoryview(block)[:300_001], memoryview(block)[300_001:]] * 33
+    for place in range({"PUT": 3, "POST": 2}[method]):
+        server.objects.clear()
+        server.plan(method, *[Fault.NONE] * place, *([] if fault is None else [fault]))
+        objects.put("big", parts)
+        assert server.objects == {"big": block * 33}
+        assert server.faults == []
+
+
+def _google(server) -> ObstoreStore:
+    options = {
+        "base_url": server.endpoint,
+        "credential_provider": lambda: {"token": "t", "expires_at": None},
+    }
+    return ObstoreStore("gs://faulty/run", options | NO_TLS)
+
+
+def _azure(server) -> ObstoreStore:
+    options = {"endpoint": server.endpoint, "account_name": "account", "skip_signature": True}
+    return ObstoreStore("az://faulty/run", options | NO_TLS)
+
+
+NO_TLS = {"client_options": {"allow_http": True}, "attempts": 3, "timeout": 1.0}
+
+
+@pytest.mark.parametrize("fault", [None, Fault.UNAVAILABLE, Fault.DROPPED_AFTER])
+@pytest.mark.parametrize("service", [_google, _azure])
+def test_other_clouds_create_on_condition_too(server, service, fault, monkeypatch):
+    objects = service(server)
+    monkeypatch.setattr(objects, "list", lambda prefix, after="": iter(()))
+    if fault is not None:
+        server.plan("PUT", fault)
+    commit = small_commit(3)
+    assert commit_unit(objects, commit).won
+    assert not commit_unit(objects, commit.model_copy(update={"attempt": "other"})).won
+    assert read_commit(objects, keys.commit_key(3)) == commit
+    objects.put("data/x", [b"0123456789"])
+    assert objects.size("data/x") == 10
+    assert objects.get_ranges("data/x", [ByteRange(2, 3)]) == [b"234"]
+    with pytest.raises(ObjectExists):
+        objects.create("data/x", b"")
