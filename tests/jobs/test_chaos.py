@@ -17,13 +17,13 @@ import pytest
 from jobs.listing import prompt_rows
 from store.objects.open import open_store
 from tests.jobs.poison_main import POISON_TOKENS
-from tests.jobs.run_process import RunProcess, assert_complete
+from tests.jobs.run_process import SLOW, RunProcess, assert_complete
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 Configs = Callable[..., Path]
-TEXTS = [f"prompt number {i} looks back at what came before it" for i in range(150)]
-TP2: dict[str, Any] = {"tensor_parallel_size": 2}
+TEXTS = [f"prompt number {i} looks back at what came before it" for i in range(600)]
+TP2: dict[str, Any] = {"tensor_parallel_size": 2, **SLOW}
 
 
 def test_a_killed_rank_takes_its_worker_along_and_nothing_is_lost(
@@ -56,7 +56,7 @@ def test_a_hung_rank_is_found_by_the_deadline_and_killed(
 def test_a_killed_driver_leaves_nothing_running_and_running_again_goes_on(
     engine_config: Configs, tmp_path: Path
 ) -> None:
-    config = engine_config(TEXTS)
+    config = engine_config(TEXTS, engine=SLOW)
     with RunProcess(config) as run:
         run.wait_for("committed", 3)
         worker = run.worker_pid()
@@ -72,7 +72,7 @@ def test_a_killed_driver_leaves_nothing_running_and_running_again_goes_on(
 def test_sigterm_ends_with_75_after_what_was_in_flight(
     engine_config: Configs, tmp_path: Path
 ) -> None:
-    config = engine_config(TEXTS)
+    config = engine_config(TEXTS, engine=SLOW)
     with RunProcess(config) as run:
         run.wait_for("committed", 3)
         run.process.send_signal(signal.SIGTERM)
@@ -88,7 +88,7 @@ def test_sigterm_ends_with_75_after_what_was_in_flight(
 def test_a_second_driver_is_told_and_one_that_takes_over_wins(
     engine_config: Configs, tmp_path: Path
 ) -> None:
-    config = engine_config(TEXTS * 4, capture={"unit_tokens": 128})
+    config = engine_config(TEXTS * 2, engine=SLOW)
     with RunProcess(config) as first:
         first.wait_for("committed", 1)
         with RunProcess(config) as second:
@@ -133,7 +133,7 @@ def _tokens_of(config: Path, prompt_id: str) -> int:
 def test_a_killed_raylet_of_a_lone_machine_ends_with_75_and_running_again_goes_on(
     engine_config: Configs, tmp_path: Path
 ) -> None:
-    config = engine_config(TEXTS * 2, capture={"unit_tokens": 128})
+    config = engine_config(TEXTS, engine=SLOW)
     with RunProcess(config) as run:
         run.wait_for("committed", 2)
         driver = psutil.Process(run.process.pid)

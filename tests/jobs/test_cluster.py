@@ -20,7 +20,7 @@ import yaml
 from jobs.config_file import load_config
 from jobs.metrics import GAUGES, STAGES
 from jobs.submit import Submitted, submit
-from tests.jobs.run_process import RunProcess, assert_complete
+from tests.jobs.run_process import SLOW, RunProcess, assert_complete
 from tests.store.s3_servers import S3Server, free_ports, seaweedfs
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -48,7 +48,7 @@ def test_a_killed_node_costs_its_units_nothing_and_the_other_node_goes_on(
     made, nodes = cluster
     config = engine_config(
         TEXTS * 20, capture={"unit_tokens": 512},
-        engine={"max_num_batched_tokens": 64, "max_num_seqs": 8},
+        engine=SLOW,
         workers={"address": made.address, "min": 1, "max": 2, "num_cpus": 1},
     )  # fmt: skip
     with RunProcess(config) as run:
@@ -71,7 +71,7 @@ def test_an_object_store_that_restarts_in_the_middle_costs_no_prompt(
 ) -> None:
     with seaweedfs() as server:
         config = engine_config(
-            TEXTS * 2, output=server.url("restart"), storage_options=server.options,
+            TEXTS * 4, engine=SLOW, output=server.url("restart"), storage_options=server.options,
             capture={"unit_tokens": 128}, workers={"store_patience_seconds": 120},
         )  # fmt: skip
         with RunProcess(config) as run:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from store import open_run
-from tests.jobs.run_process import ROOT, RunProcess, assert_complete, object_stamps
+from tests.jobs.run_process import ROOT, SLOW, RunProcess, assert_complete, object_stamps
 
 pytestmark = pytest.mark.engine
 
@@ -93,7 +93,7 @@ def test_a_run_with_bad_prompts_is_complete_and_running_again_changes_nothing(
 def test_a_worker_killed_in_the_middle_leaves_every_prompt_stored_once(
     engine_config: Configs, tmp_path: Path
 ) -> None:
-    config = engine_config([f"prompt number {i}" * 3 for i in range(300)])
+    config = engine_config([f"prompt number {i}" * 3 for i in range(600)], engine=SLOW)
     with RunProcess(config) as run:
         run.wait_for("committed", 3)
         os.kill(run.worker_pid(), signal.SIGKILL)
