@@ -21,7 +21,7 @@ from store.objects.open import open_store
 from store.verify import verify_run
 
 SLOW = {"max_num_batched_tokens": 64, "max_num_seqs": 8}
-"""An engine of small steps, so that a tiny model takes its seconds and a strike meets it at work."""
+"""An engine of small steps: a tiny model takes its seconds, and a strike meets it at work."""
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 180.0
