@@ -17,6 +17,8 @@ from jobs.config import RunConfig
 from jobs.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1 << 20
+_SHORT = {"model": "path", "generate": "tokens"}
+"""Sections that may be written as the value of one key of theirs."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -66,8 +68,8 @@ def apply_override(body: dict[str, Any], override: str) -> None:
         inner = place.get(parent)
         if inner is None:
             inner = place[parent] = {}
-        elif isinstance(inner, str) and parent == "model":
-            inner = place[parent] = {"path": inner}
+        elif parent in _SHORT and not isinstance(inner, dict):
+            inner = place[parent] = {_SHORT[parent]: inner}
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {key}: {parent} is {inner!r}, which has no keys inside")
         place = inner

@@ -30,13 +30,14 @@ def preview(config: RunConfig, rates: Rates) -> Estimate:
     packer = UnitPacker(config.capture.unit_tokens)
     units: list[int] = []
     prompts = unusable = 0
+    more = generated_rows(config)
     for prompt in make_prompter(config).prompts(PromptSource(config.prompts).records()):
         prompts += 1
         unusable += prompt.reason is not None
         if full := packer.add(prompt.rows):
-            units.append(full.num_tokens)
+            units.append(full.num_tokens + more * full.num_prompts)
     if last := packer.close():
-        units.append(last.num_tokens)
+        units.append(last.num_tokens + more * last.num_prompts)
     shape = attention_shape(config.model)
     return estimate(config, shape, units, prompts=prompts, unusable=unusable, rates=rates)
 
@@ -47,14 +48,20 @@ def estimate_missing(
     """Return the estimate of a planned run's missing units."""
     table = read_unit_table(objects, run.segments)
     missing = ~committed_mask(objects, run.num_units)
+    rows = table.num_tokens + generated_rows(config) * table.num_prompts
     return estimate(
         config,
         attention_shape(config.model),
-        table.num_tokens[missing],
+        rows[missing],
         prompts=int(table.num_prompts[missing].sum()),
         unusable=0,
         rates=rates,
     )
+
+
+def generated_rows(config: RunConfig) -> int:
+    """Return how many rows a continued prompt adds at most: the last token is never fed."""
+    return max(0, config.generate.tokens - 1)
 
 
 def check_quota(objects: ObjectStore, config: RunConfig, run: PreparedRun) -> None:

@@ -43,6 +43,7 @@ class Estimate:
     prompts: int
     unusable: int
     tokens: int
+    """Rows to be stored; with generation the most there can be."""
     units: int
     site_bytes: dict[str, int]
     """Site -> exact raw bytes."""
@@ -83,7 +84,7 @@ def estimate(
     unusable: int,
     rates: Rates,
 ) -> Estimate:
-    """Return what units of these token counts will take."""
+    """Return what units of these token counts (rows, generated ones included) will take."""
     tokens, counts = np.unique(np.fromiter(unit_tokens, dtype=np.int64), return_counts=True)
     layers = len(config.capture.layers) if config.capture.layers is not None else shape.layers
     site_bytes = dict.fromkeys(map(str, config.capture.sites), 0)

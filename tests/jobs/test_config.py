@@ -43,6 +43,14 @@ def test_a_model_folder_reaches_the_engine_as_an_absolute_path(
     assert parse_config({**body, "model": "org/name"}).engine_settings().model == "org/name"
 
 
+def test_a_short_section_may_be_set_deeper(tmp_path: Path) -> None:
+    text = "output: x\nprompts: {source: p}\nmodel: m\ngenerate: 8\n"
+    overrides = ["model.dtype=float32", "generate.top_k=5"]
+    config = load_config(written(tmp_path, text), overrides)
+    assert (config.model.path, config.model.dtype) == ("m", "float32")
+    assert (config.generate.tokens, config.generate.top_k) == (8, 5)
+
+
 def test_a_model_may_be_named_alone() -> None:
     config = parse_config({"output": "x", "prompts": {"source": "p"}, "model": "some/model"})
     assert config.model.path == "some/model"
