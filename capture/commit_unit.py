@@ -187,6 +187,6 @@ def _outcomes(task: UnitTask, layout: UnitLayout, reasons: dict[int, str]) -> Pr
         ],
         first_row=np.where(ran, layout.first_row, 0).tolist(),
         num_rows=layout.num_rows.tolist(),
-        first_position=[0] * len(task.prompts),
+        first_position=np.where(ran, layout.first_position, 0).tolist(),
         reasons={str(place): reason for place, reason in sorted(reasons.items())},
     )

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from capture.adapters.vllm_config import total_query_heads
 from capture.adapters.vllm_engine import Finished, StepEngine, start_engine
@@ -25,6 +26,7 @@ from capture.settings import (
     CaptureSettings,
     EngineFacts,
     EngineSettings,
+    PromptTask,
     StoreLocation,
     UnitResult,
     UnitStatus,
@@ -35,6 +37,7 @@ from store.objects.open import open_store
 from store.run_format import ModelManifest
 
 IDLE_POLL_SECONDS = 0.002
+NO_POSITION = "skipped: capture.positions selects none of its positions"
 
 
 @dataclass(slots=True)
@@ -58,6 +61,16 @@ class _InFlight:
     commit: Future[UnitResult] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """An admitted attempt that has not begun: its rows would not fit beside those in flight."""
+
+    key: int
+    task: UnitTask
+    bytes: int
+    """What its rows take on the fullest rank, exactly."""
+
+
 class CaptureEngine:
     """An engine, its ranks, and the units in flight."""
 
@@ -65,6 +78,8 @@ class CaptureEngine:
         self._engine, self._shape = engine, shape
         self._objects = open_store(location.url, location.options)
         self._units: dict[int, _InFlight] = {}
+        self._waiting: deque[_Waiting] = deque()
+        self._begun_bytes: dict[int, int] = {}
         self._next_key = 0
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="unit-committer")
         self._dead: str | None = None
@@ -109,18 +124,42 @@ class CaptureEngine:
     @property
     def in_flight(self) -> int:
         """Units admitted and not yet reported."""
-        return len(self._units)
+        return len(self._units) + len(self._waiting)
 
     def prompts_finished(self, unit: int) -> int:
         """Return how many leading prompts of a unit that runs in batches are done with."""
         return next((u.reached for u in self._units.values() if u.task.unit == unit), 0)
 
     def admit(self, task: UnitTask) -> None:
-        """Queue a unit. Prompts that vLLM refuses count as failed, with its reason."""
+        """Queue a unit. Prompts that vLLM refuses count as failed, with its reason.
+
+        It begins once its rows fit beside those in flight (`buffer_bytes`), alone at the latest.
+        """
         self._check_alive()
         key, self._next_key = self._next_key, self._next_key + 1
+        task = self._selected(task)
+        row_bytes = max(rank.bytes_per_row for rank in self._shape.ranks)
+        most = sum(
+            self._shape.settings.positions.of(self._num_positions(prompt))[1]
+            for prompt in task.prompts
+            if prompt.reason is None
+        )
+        self._waiting.append(_Waiting(key, task, most * row_bytes))
+        self._begin_what_fits()
+
+    def _begin_what_fits(self) -> None:
+        budget = self._shape.settings.buffer_bytes
+        while self._waiting:
+            waiting = self._waiting[0]
+            if self._begun_bytes and sum(self._begun_bytes.values()) + waiting.bytes > budget:
+                return
+            self._waiting.popleft()
+            self._begun_bytes[waiting.key] = waiting.bytes
+            self._begin(waiting.key, waiting.task)
+
+    def _begin(self, key: int, task: UnitTask) -> None:
         reasons: dict[int, str] = {}
-        rows = [0] * len(task.prompts)
+        positions = [0] * len(task.prompts)
         with self._fatal():
             for place, prompt in enumerate(task.prompts):
                 if prompt.reason is not None:
@@ -131,9 +170,10 @@ class CaptureEngine:
                 except PromptRefused as error:
                     reasons[place] = str(error)
                     continue
-                rows[place] = len(prompt.token_ids) + self._most_generated - 1
-            layout = UnitLayout.plan(key, task.unit, task.attempt, rows)
-            unfinished = sum(1 for count in rows if count)
+                positions[place] = self._num_positions(prompt)
+            kept = self._shape.settings.positions
+            layout = UnitLayout.plan(key, task.unit, task.attempt, positions, kept)
+            unfinished = sum(1 for count in positions if count)
             unit = _InFlight(task, layout, reasons, time.monotonic(), unfinished)
             self._units[key] = unit
             self._engine.call("capture_begin_unit", layout)
@@ -142,12 +182,13 @@ class CaptureEngine:
             elif task.batch_prompts:
                 # All were added so that vLLM could refuse them; none has run yet.
                 self._engine.abort(key)
-                unit.waiting = [place for place, count in enumerate(rows) if count]
+                unit.waiting = [place for place, count in enumerate(positions) if count]
                 self._feed(key, unit)
 
     def advance(self) -> list[UnitResult]:
         """Run one engine step, if there is work, and return the units that ended meanwhile."""
         self._check_alive()
+        self._begin_what_fits()
         with self._fatal():
             if self._engine.busy:
                 for finished in self._engine.step():
@@ -173,8 +214,8 @@ class CaptureEngine:
 
     def reopen(self, location: StoreLocation) -> None:
         """Send the units admitted from now on to another run. Only with nothing in flight."""
-        if self._units:
-            raise CaptureError(f"{len(self._units)} units are in flight; let them end first")
+        if self.in_flight:
+            raise CaptureError(f"{self.in_flight} units are in flight; let them end first")
         self._objects = open_store(location.url, location.options)
         self._engine.call("capture_open", location)
 
@@ -195,6 +236,20 @@ class CaptureEngine:
     def _most_generated(self) -> int:
         generation = self._shape.settings.generation
         return 1 if generation is None else generation.max_tokens
+
+    def _num_positions(self, prompt: PromptTask) -> int:
+        return len(prompt.token_ids) + self._most_generated - 1
+
+    def _selected(self, task: UnitTask) -> UnitTask:
+        """Return the task with prompts that keep no position marked as skipped."""
+        kept = self._shape.settings.positions
+        prompts = tuple(
+            replace(prompt, reason=NO_POSITION, skipped=True)
+            if prompt.reason is None and not kept.of(self._num_positions(prompt))[1]
+            else prompt
+            for prompt in task.prompts
+        )
+        return replace(task, prompts=prompts)
 
     def _add(self, key: int, task: UnitTask, place: int) -> None:
         ids = task.prompts[place].token_ids
@@ -239,6 +294,7 @@ class CaptureEngine:
         results: list[UnitResult] = []
         for key in done:
             commit = self._units.pop(key).commit
+            del self._begun_bytes[key]
             assert commit is not None
             results.append(commit.result())
         return results

@@ -29,11 +29,28 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Positions:
+    """Which positions of every prompt are kept: a slice without steps, negatives from the end."""
+
+    start: int | None = None
+    stop: int | None = None
+
+    def of(self, num_positions: int) -> tuple[int, int]:
+        """Return (first position kept, how many) of a prompt of `num_positions`; (0, 0) if none."""
+        first, stop, _ = slice(self.start, self.stop).indices(num_positions)
+        return (first, stop - first) if stop > first else (0, 0)
+
+
+ALL_POSITIONS = Positions()
+
+
+@dataclass(frozen=True, slots=True)
 class UnitLayout:
     """Where each prompt's rows lie on the unit's token axis, prompts back to back.
 
-    `key` names the attempt inside this engine. `first_row` and `num_rows` are int64, one entry per
-    prompt of the unit; a prompt that does not run has `first_row` NOT_RUN and no rows.
+    `key` names the attempt inside this engine. The arrays are int64, one entry per prompt of the
+    unit: where its rows begin, how many are kept, the position of the first one kept, and how many
+    positions the engine may compute. A prompt that does not run has `first_row` NOT_RUN, no rows.
     """
 
     key: int
@@ -41,13 +58,25 @@ class UnitLayout:
     attempt: str
     first_row: np.ndarray
     num_rows: np.ndarray
+    first_position: np.ndarray
+    num_positions: np.ndarray
 
     @classmethod
-    def plan(cls, key: int, unit: int, attempt: str, num_rows: Sequence[int]) -> UnitLayout:
-        """Lay out prompts of `num_rows` rows each, in order; 0 rows: the prompt does not run."""
-        rows = np.asarray(num_rows, dtype=np.int64).reshape(-1)
+    def plan(
+        cls,
+        key: int,
+        unit: int,
+        attempt: str,
+        num_positions: Sequence[int],
+        kept: Positions = ALL_POSITIONS,
+    ) -> UnitLayout:
+        """Lay out prompts of so many positions, in order; 0: the prompt does not run."""
+        lengths = np.asarray(num_positions, dtype=np.int64).reshape(-1)
+        ranges = [kept.of(int(length)) for length in lengths]
+        rows = np.asarray([count for _, count in ranges], np.int64).reshape(-1)
+        firsts = np.asarray([first for first, _ in ranges], np.int64).reshape(-1)
         starts = np.cumsum(rows) - rows
-        return cls(key, unit, attempt, np.where(rows > 0, starts, NOT_RUN), rows)
+        return cls(key, unit, attempt, np.where(rows > 0, starts, NOT_RUN), rows, firsts, lengths)
 
     @property
     def total_rows(self) -> int:
@@ -56,7 +85,7 @@ class UnitLayout:
     def prompt_at(self, row: int) -> tuple[int, int]:
         """Return (prompt, position) of a unit row, for messages."""
         prompt = int(np.flatnonzero((self.num_rows > 0) & (self.first_row <= row))[-1])
-        return prompt, row - int(self.first_row[prompt])
+        return prompt, row - int(self.first_row[prompt]) + int(self.first_position[prompt])
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +121,20 @@ def plan_step(spans: Sequence[Span], layouts: Mapping[int, UnitLayout]) -> StepR
     slab_rows = 0
     for span in spans:
         if span.unit is not None and (layout := layouts.get(span.unit)) is not None:
-            limit = int(layout.num_rows[span.prompt])
+            limit = int(layout.num_positions[span.prompt])
             if span.position < 0 or span.position + span.num_rows > limit:
                 raise RowsMissing(
                     f"unit {layout.unit}: the engine computed positions {span.position} to "
                     f"{span.position + span.num_rows - 1} of prompt {span.prompt}, which has "
                     f"{limit} rows; this is a fault of the capture, please report it"
                 )
-            row = int(layout.first_row[span.prompt]) + span.position
-            placed.append((span.unit, row, span.num_rows, slab_rows))
+            first = int(layout.first_position[span.prompt])
+            kept_from = max(span.position, first)
+            kept_to = min(span.position + span.num_rows, first + int(layout.num_rows[span.prompt]))
+            if kept_from < kept_to:
+                row = int(layout.first_row[span.prompt]) + kept_from - first
+                slab = slab_rows + kept_from - span.position
+                placed.append((span.unit, row, kept_to - kept_from, slab))
         slab_rows += span.num_rows
     placed.sort()
     runs: list[Run] = []

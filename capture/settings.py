@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from capture.rows import ALL_POSITIONS, Positions
 from store.codec import Codec
 from store.run_format import ModelManifest, Site
 
@@ -55,11 +56,15 @@ class CaptureSettings:
 
     sites: tuple[Site, ...] = (Site.ROT_Q, Site.ROT_K, Site.V, Site.Z)
     layers: tuple[int, ...] | None = None
+    positions: Positions = ALL_POSITIONS
     codec: Codec = Codec.RAW
     generation: Generation | None = None
     """None: prompts are read, not continued."""
     host_bytes: int = 1 << 30
     """Host staging of each rank, allocated once: slabs of `slot_bytes`."""
+    buffer_bytes: int = 32 << 30
+    """A unit is begun while the rows of all begun units fit in so much; one always is. It bounds
+    what shards that fill over several steps may take beside the slabs, on each rank."""
     device_bytes: int = 1 << 30
     """Device ring of each rank, allocated once before vLLM profiles its memory (CUDA only)."""
     slot_bytes: int = 64 << 20
@@ -89,6 +94,7 @@ class CaptureSettings:
                 "sites": tuple(Site(site) for site in values["sites"]),
                 "layers": None if layers is None else tuple(layers),
                 "codec": Codec(values["codec"]),
+                "positions": Positions(**values["positions"]),
                 "generation": None if generation is None else Generation(**generation),
             }
         )

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from capture.rows import ALL_POSITIONS, Positions
 from capture.settings import CaptureSettings, EngineSettings, Generation, StoreLocation
 from store.codec import Codec
 from store.run_format import Site
@@ -133,6 +134,8 @@ class CaptureConfig(Section):
     )
     layers: Annotated[tuple[int, ...] | None, FROZEN] = None
     """The model's layer numbers; null means every attention layer."""
+    positions: Annotated[str, FROZEN] = "all"
+    """`all`, `last`, or a slice such as `0:16` or `-8:`; a pattern needs them all."""
     codec: Annotated[Codec, FROZEN] = Codec.RAW
     pattern: Annotated[PatternMode, FROZEN] = PatternMode.DERIVED
     unit_tokens: Annotated[int, Field(ge=1), FROZEN] = 65_536
@@ -144,7 +147,27 @@ class CaptureConfig(Section):
             raise ValueError(f"sites are listed twice: {', '.join(self.sites)}")
         if self.layers is not None and len(set(self.layers)) != len(self.layers):
             raise ValueError(f"layers are listed twice: {list(self.layers)}")
+        whole = self.kept_positions() == ALL_POSITIONS
+        if not whole and {Site.ROT_Q, Site.ROT_K} <= set(self.sites):
+            raise ValueError(
+                f"positions is {self.positions!r}, but patterns are rebuilt from rot_q and every "
+                "position of rot_k: keep all positions, or leave rot_q or rot_k out of sites"
+            )
         return self
+
+    def kept_positions(self) -> Positions:
+        """Return `positions` as the engine takes it. Raises ValueError where it is no slice."""
+        if self.positions == "all":
+            return ALL_POSITIONS
+        if self.positions == "last":
+            return Positions(-1, None)
+        match = re.fullmatch(r"(-?\d+)?:(-?\d+)?", self.positions)
+        if match is None:
+            raise ValueError(
+                f"positions is {self.positions!r}; write all, last, or a slice such as 0:16 or -8:"
+            )
+        start, stop = (None if part is None else int(part) for part in match.groups())
+        return Positions(start, stop)
 
 
 class GenerateConfig(Section):
@@ -191,6 +214,8 @@ class EngineConfig(Section):
     cpu_kv_cache_gib: Annotated[int, Field(ge=1)] = 1
     """vLLM takes whole GiB here; only on CPUs."""
     host_bytes: Bytes = 1 << 30
+    buffer_bytes: Bytes = 32 << 30
+    """A unit begins while the rows of all begun units fit in so much, on each rank; one always."""
     device_bytes: Bytes = 1 << 30
     slot_bytes: Bytes = 64 << 20
     writer_threads: Annotated[int, Field(ge=1)] = 2
@@ -258,6 +283,16 @@ class RunConfig(Section):
     storage_options: dict[str, Any] = {}
     """Options of the output's object store; they may hold credentials and are never stored."""
 
+    @model_validator(mode="after")
+    def _whole_where_generated(self) -> RunConfig:
+        if self.generate.tokens and self.capture.kept_positions() != ALL_POSITIONS:
+            raise ValueError(
+                f"generate.tokens is {self.generate.tokens} and capture.positions is "
+                f"{self.capture.positions!r}: how long a continued prompt gets is not known "
+                "before; keep all positions"
+            )
+        return self
+
     def stored(self) -> dict[str, Any]:
         """Return the config as `run.json` keeps it: everything but credentials."""
         body = self.model_dump(mode="json", exclude={"storage_options": True})
@@ -300,8 +335,10 @@ class RunConfig(Section):
             sites=self.capture.sites,
             layers=self.capture.layers,
             codec=self.capture.codec,
+            positions=self.capture.kept_positions(),
             generation=self.generate.generation(),
             host_bytes=self.engine.host_bytes,
+            buffer_bytes=self.engine.buffer_bytes,
             device_bytes=self.engine.device_bytes,
             slot_bytes=self.engine.slot_bytes,
             writer_threads=self.engine.writer_threads,

@@ -91,7 +91,7 @@ def tiny_qwen3_reference(tiny_qwen3_dir: Path):
 def tiny_qwen3_1(
     tmp_path_factory, tiny_qwen3_dir, tiny_qwen3_bf16_dir, tiny_units
 ) -> dict[str, Captured]:
-    """Tiny Qwen3 on one rank, three engines: as it comes, short of KV cache, and in bfloat16."""
+    """Tiny Qwen3 on one rank, four engines: as it comes, short of KV cache, ends only, bfloat16."""
     folder = tmp_path_factory.mktemp("tiny-qwen3-1")
     model = str(tiny_qwen3_dir)
     short_of_cache = {
@@ -107,6 +107,13 @@ def tiny_qwen3_1(
     wanted = {
         "plain": LiveCapture(str(folder / "plain"), model, tiny_units, SMALL_STEPS),
         "preempted": LiveCapture(str(folder / "preempted"), model, tiny_units, short_of_cache),
+        "ends": LiveCapture(
+            str(folder / "ends"),
+            model,
+            tiny_units,
+            SMALL_STEPS,
+            {"sites": ["z"], "layers": [0, 2], "positions": {"start": -3, "stop": None}},
+        ),
         "bfloat16": LiveCapture(
             str(folder / "bfloat16"),
             str(tiny_qwen3_bf16_dir),

@@ -112,6 +112,24 @@ def test_preempted_prompts_are_stored_exactly(tiny_qwen3_1, tiny_qwen3_reference
     assert_all_match(captured, tiny_qwen3_reference)
 
 
+def test_only_the_selected_sites_layers_and_positions_are_stored(
+    tiny_qwen3_1, tiny_qwen3_reference
+) -> None:
+    captured = tiny_qwen3_1["ends"]
+    assert_committed(captured)
+    run = captured.run
+    assert [str(site) for site in run.sites] == ["z"]
+    assert list(run.layers) == [0, 2]
+    for number, prompt in enumerate(stored_prompts(captured)):
+        ids = captured.wanted.ids(number)
+        layers = tiny_qwen3_reference.layers(ids)
+        read = run.read("z", prompt=prompt)
+        assert read.coords["pos"].values.tolist() == list(range(len(ids)))[-3:]
+        for place, layer in enumerate((0, 2)):
+            want_HTD = layers[layer].z_HTD[:, -3:]
+            assert np.abs(read.values[place] - want_HTD).max() < 1e-3 * np.abs(want_HTD).max()
+
+
 def test_bfloat16_bits_are_the_tensors_own(tiny_qwen3_1) -> None:
     captured = tiny_qwen3_1["bfloat16"]
     assert_committed(captured)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture.errors import RowsMissing
-from capture.rows import NOT_RUN, Span, UnitLayout, plan_step
+from capture.rows import ALL_POSITIONS, NOT_RUN, Positions, Span, UnitLayout, plan_step
 
 
 @st.composite
@@ -20,7 +20,9 @@ def steps(draw: st.DrawFn) -> tuple[list[Span], dict[int, UnitLayout]]:
     spans: list[Span] = []
     for key in draw(st.lists(st.integers(0, 9), unique=True, max_size=4)):
         lengths = draw(st.lists(st.integers(0, 12), min_size=1, max_size=5))
-        layouts[key] = UnitLayout.plan(key, key + 100, "a", lengths)
+        bounds = st.none() | st.integers(-14, 14)
+        kept = Positions(draw(bounds), draw(bounds)) if draw(st.booleans()) else ALL_POSITIONS
+        layouts[key] = UnitLayout.plan(key, key + 100, "a", lengths, kept)
         for prompt, length in enumerate(lengths):
             if length and draw(st.booleans()):
                 position = draw(st.integers(0, length - 1))
@@ -30,6 +32,26 @@ def steps(draw: st.DrawFn) -> tuple[list[Span], dict[int, UnitLayout]]:
     return draw(st.permutations(spans)), layouts
 
 
+def is_kept(layout: UnitLayout, name: tuple[int, int, int]) -> bool:
+    _, prompt, position = name
+    first = layout.first_position[prompt]
+    return bool(first <= position < first + layout.num_rows[prompt])
+
+
+@given(st.integers(0, 20), st.none() | st.integers(-25, 25), st.none() | st.integers(-25, 25))
+def test_positions_are_kept_as_a_slice_keeps_them(length, start, stop) -> None:
+    first, count = Positions(start, stop).of(length)
+    assert list(range(first, first + count)) == list(range(length))[start:stop]
+
+
+def test_a_layout_holds_kept_positions_back_to_back() -> None:
+    layout = UnitLayout.plan(0, 0, "a", [5, 1, 0, 3], Positions(-2, None))
+    assert layout.num_rows.tolist() == [2, 1, 0, 2]
+    assert layout.first_row.tolist() == [0, 2, NOT_RUN, 3]
+    assert layout.first_position.tolist() == [3, 0, 0, 1]
+    assert layout.prompt_at(4) == (3, 2)
+
+
 @given(steps())
 def test_every_row_lands_where_its_prompt_and_position_say(step) -> None:
     spans, layouts = step
@@ -37,7 +59,7 @@ def test_every_row_lands_where_its_prompt_and_position_say(step) -> None:
     names = [(s.unit, s.prompt, s.position + i) for s in spans for i in range(s.num_rows)]
     slab = np.arange(len(names))
     staged = slab if plan.index is None else slab[plan.index]
-    wanted = {name for name in names if name[0] in layouts}
+    wanted = {name for name in names if name[0] in layouts and is_kept(layouts[name[0]], name)}
     assert plan.num_rows == len(wanted) == sum(run.num_rows for run in plan.runs)
     if plan.runs:
         assert len(staged) == plan.num_rows
@@ -50,7 +72,8 @@ def test_every_row_lands_where_its_prompt_and_position_say(step) -> None:
         for place in range(run.num_rows):
             unit, prompt, position = names[staged[run.staged + place]]
             assert unit == run.unit
-            assert layout.first_row[prompt] + position == run.row + place
+            kept = position - layout.first_position[prompt]
+            assert layout.first_row[prompt] + kept == run.row + place
             assert layout.prompt_at(run.row + place) == (prompt, position)
             seen.add((unit, prompt, position))
     assert seen == wanted

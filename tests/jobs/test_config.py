@@ -155,3 +155,34 @@ def test_the_config_s_document_has_a_row_for_every_key_and_says_which_are_frozen
         keys |= {f"{name}.{key}" for key in inner} if inner else {name}
     assert set(rows) == keys
     assert {name for name, row in rows.items() if "| frozen" in row} == set(frozen)
+
+
+@pytest.mark.parametrize(
+    ("text", "start", "stop"),
+    [
+        ("all", None, None),
+        ("last", -1, None),
+        ("0:16", 0, 16),
+        ("-8:", -8, None),
+        (":-1", None, -1),
+    ],
+)
+def test_positions_are_written_as_a_slice(text: str, start: int | None, stop: int | None) -> None:
+    body = {"output": "x", "prompts": {"source": "p"}, "model": "m"}
+    config = parse_config({**body, "capture": {"sites": ["z"], "positions": text}})
+    kept = config.capture_settings().positions
+    assert (kept.start, kept.stop) == (start, stop)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"capture": {"sites": ["z"], "positions": "3"}}, "write all, last, or a slice"),
+        ({"capture": {"positions": "last"}}, "every position of rot_k"),
+        ({"capture": {"sites": ["z"], "positions": "last"}, "generate": 4}, "keep all positions"),
+    ],
+)
+def test_positions_that_cannot_be_kept_are_refused(extra: dict, message: str) -> None:
+    body = {"output": "x", "prompts": {"source": "p"}, "model": "m"}
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**body, **extra})

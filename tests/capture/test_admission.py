@@ -1,0 +1,108 @@
+"""Units begin only while their rows fit; the engine below is scripted, nothing is captured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from capture.adapters.vllm_engine import Finished
+from capture.assembly import RankReport
+from capture.commit_unit import CaptureShape
+from capture.engine import CaptureEngine
+from capture.rank import RankFacts
+from capture.rows import Positions
+from capture.settings import CaptureSettings, PromptTask, StoreLocation, UnitTask
+from store.run_format import LayerSemantics, Site
+
+LAYER = LayerSemantics(
+    layer=0, module="a", num_heads=1, num_kv_heads=1, head_size=1, v_head_size=1, scale=1.0
+)
+
+
+class ScriptedEngine:
+    """Ends one request a step, and reports every sealed unit as failed."""
+
+    def __init__(self) -> None:
+        config = SimpleNamespace(
+            hf_config=SimpleNamespace(architectures=["Scripted"]), get_hidden_size=lambda: 1
+        )
+        self.vllm_config = SimpleNamespace(model_config=config)
+        self.queued: list[tuple[int, int]] = []
+        self.begun: list[int] = []
+        self.sealed: list[int] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queued)
+
+    def add(self, unit: int, prompt: int, token_ids: np.ndarray, **_: Any) -> None:
+        self.queued.append((unit, prompt))
+
+    def step(self) -> list[Finished]:
+        unit, prompt = self.queued.pop(0)
+        return [Finished(unit, prompt, None)]
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        if method == "capture_begin_unit":
+            self.begun.append(args[0].unit)
+        if method == "capture_seal_unit":
+            self.sealed.append(args[0])
+        if method == "capture_poll":
+            sealed, self.sealed = self.sealed, []
+            return [[RankReport(key, 0, error="scripted") for key in sealed]]
+        return [None]
+
+
+def start(folder: Path, buffer_bytes: int, positions: Positions) -> CaptureEngine:
+    rank = RankFacts(0, (), {"z": (0,)}, 10, 0, 0, 0)
+    settings = CaptureSettings(sites=(Site.Z,), buffer_bytes=buffer_bytes, positions=positions)
+    shape = CaptureShape("00" * 8, "float32", (LAYER,), settings, (rank,))
+    return CaptureEngine(ScriptedEngine(), shape, StoreLocation(str(folder)))  # type: ignore[arg-type]
+
+
+def task(unit: int, *lengths: int) -> UnitTask:
+    prompts = tuple(PromptTask(np.zeros(length, np.int32)) for length in lengths)
+    return UnitTask(unit, "a", 10 * unit, prompts)
+
+
+def begun_in_order(engine: CaptureEngine) -> list[int]:
+    """Run to the end; at no time may begun units exceed the budget unless one runs alone."""
+    scripted: Any = engine.step_engine
+    reported: list[int] = []
+    for _ in range(1000):
+        sizes = [ROWS[unit] for unit in scripted.begun if unit not in reported]
+        assert len(sizes) == 1 or sum(sizes) * 10 <= 100, (sizes, reported)
+        reported += [result.unit for result in engine.advance()]
+        if not engine.in_flight:
+            return list(scripted.begun)
+    raise AssertionError("some unit never ended")
+
+
+ROWS = (4, 6, 1, 50, 7)
+
+
+def test_units_wait_for_the_rows_of_others_to_leave(tmp_path: Path) -> None:
+    engine = start(tmp_path, 100, Positions())
+    for unit, length in enumerate(ROWS):
+        engine.admit(task(unit, length))
+    assert engine.step_engine.begun == [0, 1]  # type: ignore[attr-defined]
+    assert engine.in_flight == 5
+    assert begun_in_order(engine) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("length", [1, 400])
+def test_rows_that_are_not_kept_do_not_count(tmp_path: Path, length: int) -> None:
+    engine = start(tmp_path, 20, Positions(-1, None))
+    for unit in range(3):
+        engine.admit(task(unit, length))
+    assert engine.step_engine.begun == [0, 1]  # type: ignore[attr-defined]
+
+
+def test_a_prompt_that_keeps_no_position_does_not_run(tmp_path: Path) -> None:
+    engine = start(tmp_path, 1000, Positions(8, None))
+    engine.admit(task(0, 8, 9))
+    assert engine.step_engine.queued == [(0, 1)]  # type: ignore[attr-defined]
