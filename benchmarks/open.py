@@ -45,7 +45,7 @@ RUN_ID = "0" * 16
 LAYERS, SITES, ROWS = 36, ("rot_q", "rot_k", "v", "z"), 16_384
 SEGMENT_UNITS = 100_000
 READER = """
-import json, resource, sys, time
+import json, sys, time
 begun = time.perf_counter()
 from store import open_run
 imported = time.perf_counter()
@@ -53,11 +53,14 @@ run = open_run(sys.argv[1])
 opened = time.perf_counter()
 text = repr(run)
 described = time.perf_counter()
+# Not getrusage: its peak outlives exec, so it would be that of whoever started this process.
+status = open("/proc/self/status").read()
+peak_kb = int(status.split("VmHWM:")[1].split()[0])
 print(json.dumps({
     "import_seconds": imported - begun,
     "open_seconds": opened - imported,
     "repr_seconds": described - opened,
-    "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    "peak_mb": peak_kb / 1024,
 }))
 """
 
