@@ -20,6 +20,6 @@ def test_the_writer_benchmark(tmp_path, monkeypatch):
 def test_the_opening_benchmark(tmp_path):
     figures = opening.measure(units=2000, newer=3, rounds=1, place=tmp_path)
     assert figures["open_seconds"] > 0
-    assert figures["peak_mb"] < 1000
+    assert 50 < figures["peak_mb"] < 500
     assert figures["newer_commit_bytes"] > 1000
     assert list(tmp_path.iterdir()) == []
