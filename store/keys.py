@@ -22,7 +22,12 @@ OWNERS = "owners/"
 
 UNITS_PER_FOLDER = 1000
 
-_SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
+# Letters, digits, `_`, `-` and single dots, the first no `-` and no dot; so never `.` or `..`.
+SEGMENT_PATTERN = r"[A-Za-z0-9_](?:\.?[A-Za-z0-9_\-])*\.?"
+NAME_PATTERN = rf"{SEGMENT_PATTERN}(?:/{SEGMENT_PATTERN})*"
+MAX_NAME = 512
+_SEGMENT = re.compile(SEGMENT_PATTERN)
+_NAME = re.compile(NAME_PATTERN)
 _COMMIT_NAME = re.compile(r"commits/(\d{6,})/(\d{8,})(?:\.r(\d+))?\.json")
 _REPAIR_MARK = re.compile(r"commits/repaired/(\d{8,})\.r(\d+)")
 
@@ -90,7 +95,7 @@ def plan_prefix(segment: int) -> str:
 
 def checked_segment(segment: str) -> str:
     """Return `segment` if it is one safe path segment, else raise `UnsafeName`."""
-    if not _SEGMENT.fullmatch(segment) or ".." in segment:
+    if not _SEGMENT.fullmatch(segment):
         raise UnsafeName(
             f"{segment!r} is not a safe object name; the run's metadata is not to be trusted"
         )
@@ -99,10 +104,9 @@ def checked_segment(segment: str) -> str:
 
 def checked_name(name: str) -> str:
     """Return `name` if it is a relative path of safe segments, else raise `UnsafeName`."""
-    if not name or len(name) > 512:
+    if len(name) > MAX_NAME or not _NAME.fullmatch(name):
         raise UnsafeName(
-            f"object name of {len(name)} characters; the run's metadata is not to be trusted"
+            f"{name[:MAX_NAME]!r} is not a safe object name; the run's metadata is not to be "
+            "trusted"
         )
-    for segment in name.split("/"):
-        checked_segment(segment)
     return name

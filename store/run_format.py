@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from store import keys
 from store.codec import Codec
@@ -21,7 +21,7 @@ FORMAT_VERSION: Final = 1
 
 Count = Annotated[int, Field(ge=0, le=1 << 48)]
 Hex32 = Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
-Name = Annotated[str, Field(min_length=1, max_length=512)]
+Name = Annotated[str, Field(max_length=keys.MAX_NAME, pattern=rf"^{keys.NAME_PATTERN}$")]
 
 
 class Site(StrEnum):
@@ -177,11 +177,6 @@ class ObjectRecord(Part):
     name: Name
     bytes: Count
     crc32c: Hex32
-
-    @model_validator(mode="after")
-    def _safe(self) -> Self:
-        keys.checked_name(self.name)
-        return self
 
 
 class ArrayRecord(Part):

@@ -19,7 +19,9 @@ def seal(body: dict[str, Any]) -> bytes:
     """Return `body` as canonical JSON bytes with its crc32c added."""
     if "crc32c" in body:
         raise ValueError("the body already has a crc32c; pass the unsealed body")
-    return _canonical({**body, "crc32c": _checksum(body)})
+    members = _members(body)
+    checksum = hex_crc32c(crc32c(_joined(members)))
+    return _joined(members | _members({"crc32c": checksum}))
 
 
 def unseal(data: bytes, name: str) -> dict[str, Any]:
@@ -40,9 +42,15 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
         ) from error
     if not isinstance(body, dict) or not isinstance(body.get("crc32c"), str):
         raise FormatError(f"{name}: no crc32c in it; this is not an object of an attnstore run")
+    try:
+        members = _members(body)
+    except (ValueError, RecursionError) as error:
+        raise DamagedObject(f"{name}: not canonical JSON ({error})") from error
     stated = body.pop("crc32c")
-    actual = _checksum(body)
-    if stated != actual or _canonical({**body, "crc32c": stated}) != bytes(data):
+    sealed = _joined(members)
+    del members["crc32c"]
+    actual = hex_crc32c(crc32c(_joined(members)))
+    if stated != actual or sealed != bytes(data):
         raise DamagedObject(
             f"{name}: its crc32c says {stated}, its body gives {actual}; run `attnstore verify`"
         )
@@ -53,12 +61,16 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
-def _checksum(body: dict[str, Any]) -> str:
-    return hex_crc32c(crc32c(_canonical(body)))
+def _members(body: dict[str, Any]) -> dict[str, str]:
+    """Return each member of the body in canonical form: key -> `"key":value`."""
+    return {key: f"{_canonical(key)}:{_canonical(value)}" for key, value in body.items()}
 
 
-def _canonical(body: dict[str, Any]) -> bytes:
-    text = json.dumps(
-        body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+def _joined(members: dict[str, str]) -> bytes:
+    return ("{" + ",".join(members[key] for key in sorted(members)) + "}").encode()
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
-    return text.encode()
