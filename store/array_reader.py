@@ -22,6 +22,7 @@ from store.chunk_cache import ChunkCache
 from store.codec import DTYPES
 from store.errors import DamagedObject, ObjectNotFound
 from store.explain import ReadCost
+from store.geometry import CHECKSUM_BYTES
 from store.objects.protocol import ObjectStore
 from store.read_plan import (
     ChunkLayout,
@@ -194,6 +195,7 @@ class ArrayReader:
             raise DamagedObject(
                 f"{name}: a commit lists it, but it is not there; run `attnstore verify`"
             ) from error
+        checksums: list[tuple[int, bytes]] = []
         for one, data in zip(read.ranges, answers, strict=True):
             if len(data) != one.range.length:
                 raise DamagedObject(
@@ -203,10 +205,16 @@ class ArrayReader:
             view = memoryview(data)
             for chunk in one.chunks:
                 start = chunk.start - one.range.start
-                values = part.decode(view[start : start + chunk.length], name)
+                stored = view[start : start + chunk.length]
+                values = part.decode(stored, name)
+                checksums.append((chunk.start, bytes(stored[-CHECKSUM_BYTES:])))
                 part.place(values, chunk)
                 if use_cache:
                     self._cache.put((name, chunk.start), values)
+        first = read.ranges[0].chunks[0]
+        if len(checksums) == part.layout.num_chunks(first.token_shard):
+            ordered = [crc for _, crc in sorted(checksums)]
+            part.layout.check_whole(first.shard, first.token_shard, ordered)
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._pool_lock:

@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from store.generated import GENERATED
 from store.plan import UNIT_FIELDS
-from store.run_format import Commit
+from store.run_format import Commit, Outcome
 
 _NO_UNITS = UNIT_FIELDS.empty_table()
 
@@ -22,13 +23,19 @@ class PlannedUnits:
     unit: NDArray[np.int64]
     first_prompt: NDArray[np.int64]
     num_prompts: NDArray[np.int64]
+    prompt_tokens: NDArray[np.int32] | None = None
+    """Tokens of every prompt by its run-wide number, where they were read."""
 
     @classmethod
-    def of(cls, tables: list[pa.Table]) -> PlannedUnits:
+    def of(
+        cls, tables: list[pa.Table], prompt_tokens: list[NDArray[np.int32]] | None = None
+    ) -> PlannedUnits:
         """Return the units of the plan's tables, in plan order."""
         names = ("unit", "first_prompt", "num_prompts")
         whole = pa.concat_tables([table.select(names) for table in tables] or [_NO_UNITS])
-        return cls(*(np.asarray(whole[name].to_numpy(), np.int64) for name in names))
+        unit, first, count = (np.asarray(whole[name].to_numpy(), np.int64) for name in names)
+        tokens = np.concatenate(prompt_tokens) if prompt_tokens else None
+        return cls(unit, first, count, tokens)
 
     def contradictions(self, commit: Commit) -> Iterator[str]:
         """Yield where a commit does not cover the prompts of its unit."""
@@ -43,3 +50,31 @@ class PlannedUnits:
                 f"covers {stated[1]} prompts from {stated[0]}, the plan's unit has {planned[1]} "
                 f"from {planned[0]}"
             )
+        elif self.prompt_tokens is not None and planned[0] + planned[1] <= len(self.prompt_tokens):
+            tokens = self.prompt_tokens[planned[0] : planned[0] + planned[1]].tolist()
+            for at, num_tokens in enumerate(tokens):
+                problem = row_contradiction(commit, at, num_tokens)
+                if problem:
+                    yield problem
+
+
+def row_contradiction(commit: Commit, place: int, num_tokens: int) -> str | None:
+    """Return how the rows of a stored prompt contradict its planned tokens, or None.
+
+    Rows lie within the prompt; those from position 0 cover it whole. Generation may add some.
+    """
+    prompts = commit.prompts
+    if len({len(prompts.outcome), len(prompts.num_rows), len(prompts.first_position)}) != 1:
+        return None
+    if prompts.outcome[place] is not Outcome.STORED:
+        return None
+    first, rows = prompts.first_position[place], prompts.num_rows[place]
+    may_be_longer = any(record.name == GENERATED for record in commit.objects)
+    too_many = first + rows > num_tokens and not may_be_longer
+    too_few = first == 0 and rows < num_tokens
+    if too_many or too_few:
+        return (
+            f"prompt {place} has {rows} rows from position {first}, the plan gives it "
+            f"{num_tokens} tokens"
+        )
+    return None

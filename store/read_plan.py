@@ -15,18 +15,19 @@ Legend: L layers, H heads and T tokens (rows) of the answer [L, H, T, D].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from store.checksum import hex_crc32c
 from store.codec import Codec
-from store.errors import FormatError
+from store.errors import DamagedObject, FormatError
 from store.geometry import CHECKSUM_BYTES, ArrayGeometry
 from store.objects.protocol import ByteRange
 from store.run_format import ArrayRecord
-from store.shard import unpack_chunk_sizes
+from store.shard import raw_chunk_sizes, shard_checksum, shard_index, unpack_chunk_sizes
 
 Indices = NDArray[np.int64]
 
@@ -87,8 +88,9 @@ class ObjectRead:
 class ChunkLayout:
     """Where the chunks of one array lie in its shards; decodes the commit's sizes once."""
 
-    def __init__(self, record: ArrayRecord) -> None:
+    def __init__(self, record: ArrayRecord, checksums: Mapping[str, str] | None = None) -> None:
         self.record = record
+        self._checksums = checksums or {}
         self.geometry: ArrayGeometry = record.geometry()
         self._offsets: dict[str, Indices] = {}
 
@@ -103,6 +105,33 @@ class ChunkLayout:
             offsets = self._offsets[shard] = self._decode_offsets(shard, token_shard)
         place = group * geometry.token_chunks_in_shard(token_shard) + token_chunk
         return int(offsets[place]), int(offsets[place + 1] - offsets[place])
+
+    def num_chunks(self, token_shard: int) -> int:
+        """Return how many chunks a shard holds."""
+        geometry = self.geometry
+        return geometry.groups_per_shard * geometry.token_chunks_in_shard(token_shard)
+
+    def check_whole(self, shard: str, token_shard: int, checksums: Sequence[bytes]) -> None:
+        """Check that a shard's chunks, whose crc32c bytes are given in order, are the commit's.
+
+        A chunk's own crc32c tells that it is whole, not that it is this shard's: two shards of one
+        shape may have been exchanged. Raises `DamagedObject`.
+        """
+        stated = self._checksums.get(shard)
+        if stated is None:
+            return
+        if self.record.codec is Codec.RAW:
+            sizes = raw_chunk_sizes(self.geometry, token_shard)
+        else:
+            encoded = self.record.chunk_sizes[shard]
+            sizes = unpack_chunk_sizes(encoded, self.geometry, token_shard, shard)
+        index = shard_index(self.geometry, token_shard, sizes)
+        found = hex_crc32c(shard_checksum(np.frombuffer(b"".join(checksums), "<u4"), index))
+        if found != stated:
+            raise DamagedObject(
+                f"{shard}: its chunks give the checksum {found}, the commit says {stated}: "
+                "these are another shard's; run `attnstore verify --deep`"
+            )
 
     def _decode_offsets(self, shard: str, token_shard: int) -> Indices:
         encoded = self.record.chunk_sizes.get(shard)

@@ -92,7 +92,7 @@ class Run(AcrossPrompts):
             ) from error
         self._manifest = RunManifest.from_bytes(data, keys.RUN)
         self._reader = ArrayReader(objects, reading)
-        self._index = RunIndex(objects, self._reader.map)
+        self._index = RunIndex(objects, self._reader.map, self._manifest.run_id)
         self._arrays = UnitArrays(self._reader)
         self._model: RunModel | None = None
         self._prompts: pa.Table | None = None

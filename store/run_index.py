@@ -26,7 +26,8 @@ from store.generated import GENERATED, Continuation, read_generated
 from store.objects.protocol import ObjectStore
 from store.plan import read_segments
 from store.plan_tables import PlanTables, PromptTokens
-from store.run_format import Commit, Outcome
+from store.planned_units import row_contradiction
+from store.run_format import Commit, Outcome, PlanManifest
 from store.snapshot import find_committed
 
 Prompt = str | int
@@ -73,20 +74,21 @@ class UnitSummary:
 class RunIndex:
     """The prompts of one run, by id or by row."""
 
-    def __init__(self, objects: ObjectStore, map_: Mapper) -> None:
+    def __init__(self, objects: ObjectStore, map_: Mapper, run_id: str) -> None:
         self._objects = objects
         self._map = map_
+        self._run_id = run_id
         self._lock = threading.RLock()
         self._commits: OrderedDict[str, Commit] = OrderedDict()
         self._summaries: dict[str, UnitSummary] = {}
         self._said: OrderedDict[tuple[int, str], dict[int, Continuation]] = OrderedDict()
         found = map_(lambda find: find(objects), [read_segments, find_committed])
         self._committed: CommittedUnits = found[1]
-        self._plan = PlanTables(objects, found[0], map_)
+        self._plan = PlanTables(objects, self._own(found[0]), map_)
 
     def refresh(self) -> None:
         """Look again for plan segments and commits that were added since."""
-        segments = read_segments(self._objects)
+        segments = self._own(read_segments(self._objects))
         committed = find_committed(self._objects)
         with self._lock:
             if segments != self._plan.segments:
@@ -195,6 +197,13 @@ class RunIndex:
         if outcome is not Outcome.STORED:
             reason = outcomes.reasons.get(str(place.place), "no reason was recorded")
             raise PromptNotStored(f"prompt {place.prompt_id!r} {_is(outcome)}: {reason}")
+        planned = self.table()["num_tokens"][place.row].as_py()
+        problem = row_contradiction(commit, place.place, planned)
+        if problem:
+            raise FormatError(
+                f"the commit of unit {place.unit}: {problem} ({place.prompt_id!r}); "
+                "run `attnstore verify`"
+            )
         return StoredPrompt(
             place, commit, outcomes.first_row[place.place], _positions(commit, place.place)
         )
@@ -210,6 +219,8 @@ class RunIndex:
                 self._commits.move_to_end(name)
                 return kept
         commit = read_commit(self._objects, name)
+        if commit.run_id != self._run_id:
+            raise FormatError(f"{name} belongs to run {commit.run_id}, not {self._run_id}")
         with self._lock:
             self._commits[name] = commit
             self._summaries[name] = _summary(commit)
@@ -269,6 +280,12 @@ class RunIndex:
         """Return every prompt's status (stored, failed, skipped, pending) and reason, by row."""
         committed = self._loaded()
         rows = committed.table()
+        beyond = rows["first_prompt"] + rows["num_prompts"] > self.num_prompts
+        if beyond.any():
+            raise FormatError(
+                f"unit {rows['unit'][beyond][0]} is committed, and the plan's {self.num_prompts} "
+                "prompts do not reach it; run `attnstore verify`"
+            )
         status = np.full(self.num_prompts, PENDING, object)
         reason = np.full(self.num_prompts, None, object)
         for first, count in zip(rows["first_prompt"], rows["num_prompts"], strict=True):
@@ -276,6 +293,14 @@ class RunIndex:
         for one in committed.all_exceptions():
             status[one.prompt], reason[one.prompt] = str(one.outcome), one.reason
         return pa.array(status, pa.string()), pa.array(reason, pa.string())
+
+    def _own(self, segments: list[PlanManifest]) -> list[PlanManifest]:
+        for plan in segments:
+            if plan.run_id != self._run_id:
+                raise FormatError(
+                    f"plan segment {plan.segment} belongs to run {plan.run_id}, not {self._run_id}"
+                )
+        return segments
 
     def _loaded(self) -> CommittedUnits:
         with self._lock:

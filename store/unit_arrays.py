@@ -131,7 +131,7 @@ class UnitArrays:
                         f"unit {commit.unit} holds no {site}; it holds "
                         f"{', '.join(array.site for array in commit.arrays) or 'nothing'}"
                     )
-                layout = ChunkLayout(record)
+                layout = ChunkLayout(record, {one.name: one.crc32c for one in commit.objects})
             self._layouts[(prefix, site)] = layout
             while len(self._layouts) > KEPT_LAYOUTS:
                 self._layouts.popitem(last=False)

@@ -74,6 +74,8 @@ def verify_run(
     planned = _check_plan(objects, run_id, report, deep=deep)
     workers = threads or (DEEP_THREADS if deep else SHALLOW_THREADS)
     committed = list(committed_units(objects).items())
+    if model is None and committed and not any(p.name == keys.MODEL for p in report.problems):
+        report.add(keys.MODEL, "is missing, though units are committed")
     with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
         check = partial(_check_unit, objects, run_id, planned, pool if deep else None)
         for start in range(0, len(committed), BATCH_UNITS):
@@ -209,7 +211,7 @@ def _check_plan(
     except (RunError, ObjectNotFound) as error:
         report.add(keys.PLAN, error)
         return None
-    tables = []
+    tables, prompt_tokens = [], []
     for plan in plans:
         prefix = keys.plan_prefix(plan.segment)
         if run_id is not None and plan.run_id != run_id:
@@ -229,9 +231,11 @@ def _check_plan(
                 continue
             if file in plan.units:
                 tables.append(table)
+            else:
+                prompt_tokens.append(np.asarray(table["num_tokens"].to_numpy(), np.int32))
     if sum(table.num_rows for table in tables) != sum(plan.num_units for plan in plans):
         return None
-    return PlannedUnits.of(tables)
+    return PlannedUnits.of(tables, prompt_tokens)
 
 
 def _check_snapshots(
