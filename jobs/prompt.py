@@ -21,6 +21,7 @@ from jobs.sources import SourceRecord
 
 BATCH_RECORDS = 512
 SKIPPED = "skipped: listed in prompts.skip"
+NOT_UNICODE = "holds half a surrogate pair, which is no Unicode text"
 ORIGINAL_TOKENS = "tokens_before_truncation"
 
 
@@ -104,6 +105,10 @@ class Prompter:
             config.messages_column,
         }
         metadata = {str(key): value for key, value in row.items() if key not in used}
+        named = {"its id": prompt_id, **{f"its {key!r}": value for key, value in metadata.items()}}
+        broken = next((name for name, value in named.items() if not _is_unicode(value)), None)
+        if broken:
+            raise SourceError(f"{record.where}: {broken} {NOT_UNICODE}; remove it")
         text = row.get(config.text_column)
         reason = SKIPPED if prompt_id in self._skip else None
         ids: Sequence[int] | None = None
@@ -116,6 +121,8 @@ class Prompter:
         elif not isinstance(text, str):
             kind = "missing" if text is None else f"of type {type(text).__name__}, not a string"
             reason = reason or f"its text is {kind}"
+        if not _is_unicode(text):
+            text, reason = None, reason or f"its text {NOT_UNICODE}"
         return _Draft(
             prompt_id, text if isinstance(text, str) else None, ids, reason, metadata, templated
         )
@@ -186,6 +193,17 @@ class Prompter:
             return known
         text = token_string(self._tokenizer, token)
         return self._strings.setdefault(token, text)
+
+
+def _is_unicode(value: Any) -> bool:
+    """Whether a value, where it is a string, can be written as UTF-8."""
+    if not isinstance(value, str) or value.isascii():
+        return True
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def load_tokenizer(path: str, revision: str | None, trust_remote_code: bool) -> Any:
