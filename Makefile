@@ -63,4 +63,4 @@ models: install ## put every family of models through its checks and write docs/
 	$(BIN)/python -m tests.capture.models_report
 
 clean: ## remove what the demo and the tools wrote; .venv and .cache stay
-	rm -rf demo-run demo-out sweep-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf demo-run demo-run.png demo-out sweep-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

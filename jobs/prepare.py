@@ -171,7 +171,7 @@ def check_frozen(manifest: RunManifest, frozen: dict[str, Any]) -> None:
         before, now = manifest.frozen.get(name), frozen.get(name)
         if before != now:
             hint = (
-                "the model's files changed under the same path"
+                "other model or tokenizer files, or the same path's files changed"
                 if name == "model.fingerprint"
                 else "the stored data depends on it"
             )

@@ -184,7 +184,12 @@ class LocalStore:
 
     def _make_folder(self, folder: str) -> None:
         if folder not in self._made:
-            os.makedirs(folder, exist_ok=True)
+            try:
+                os.makedirs(folder, exist_ok=True)
+            except (FileNotFoundError, NotADirectoryError) as error:
+                failure = StoreError(f"cannot make the folder {folder}: {error.strerror}")
+                failure.errno = error.errno
+                raise failure from error
             self._made.add(folder)
 
     def _write_temporary(self, parts: Sequence[Buffer]) -> str:
