@@ -19,10 +19,10 @@ from store.objects.open import open_store
 from tests.jobs.poison_main import POISON_TOKENS
 from tests.jobs.run_process import SLOW, RunProcess, assert_complete
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 Configs = Callable[..., Path]
-TEXTS = [f"prompt number {i} looks back at what came before it" for i in range(600)]
+TEXTS = [f"prompt number {i} looks back at what came before it" for i in range(400)]
 TP2: dict[str, Any] = {"tensor_parallel_size": 2, **SLOW}
 
 

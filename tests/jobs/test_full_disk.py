@@ -14,7 +14,7 @@ import pytest
 
 from tests.jobs.run_process import RunProcess, assert_complete
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

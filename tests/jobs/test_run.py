@@ -17,7 +17,7 @@ import pytest
 from store import open_run
 from tests.jobs.run_process import ROOT, SLOW, RunProcess, assert_complete, object_stamps
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
 Configs = Callable[..., Path]
 
