@@ -36,6 +36,8 @@ from store.shard import decode_chunk
 
 Indices = NDArray[np.int64]
 
+_MOST_PROVEN = 1 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
@@ -106,6 +108,7 @@ class ArrayReader:
         self._options = options
         self._cache = ChunkCache(options.cache_bytes)
         self._budget = ByteBudget(options.max_in_flight_bytes, options.deadline_seconds)
+        self._proven: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
         self._pool_lock = threading.Lock()
 
@@ -196,6 +199,7 @@ class ArrayReader:
                 f"{name}: a commit lists it, but it is not there; run `attnstore verify`"
             ) from error
         checksums: list[tuple[int, bytes]] = []
+        decoded: list[tuple[int, NDArray[Any]]] = []
         for one, data in zip(read.ranges, answers, strict=True):
             if len(data) != one.range.length:
                 raise DamagedObject(
@@ -209,12 +213,35 @@ class ArrayReader:
                 values = part.decode(stored, name)
                 checksums.append((chunk.start, bytes(stored[-CHECKSUM_BYTES:])))
                 part.place(values, chunk)
-                if use_cache:
-                    self._cache.put((name, chunk.start), values)
-        first = read.ranges[0].chunks[0]
-        if len(checksums) == part.layout.num_chunks(first.token_shard):
-            ordered = [crc for _, crc in sorted(checksums)]
-            part.layout.check_whole(first.shard, first.token_shard, ordered)
+                decoded.append((chunk.start, values))
+        self._prove(part.layout, name, read.ranges[0].chunks[0], checksums)
+        if use_cache:
+            for start, values in decoded:
+                self._cache.put((name, start), values)
+
+    def _prove(
+        self, layout: ChunkLayout, name: str, any_chunk: ChunkRead, read: list[tuple[int, bytes]]
+    ) -> None:
+        """Check that the shard is the commit's own, from all its chunks' (start, crc32c) in order.
+
+        A chunk's own checksum cannot tell an object that was exchanged for another of its shape.
+        Where small ranges are cheap the checksums that were not read are fetched, once a shard;
+        elsewhere a read of part of a shard leaves this to `verify --deep`.
+        """
+        shard, token_shard = any_chunk.shard, any_chunk.token_shard
+        if name in self._proven:
+            return
+        checksums = dict(read)
+        if len(checksums) < layout.num_chunks(token_shard):
+            if not getattr(self._objects, "small_ranges_are_cheap", False):
+                return
+            starts, ranges = layout.other_checksums(shard, token_shard, checksums)
+            answers = self._objects.get_ranges(name, ranges)
+            checksums.update(zip(starts, answers, strict=True))
+        layout.check_whole(shard, token_shard, [crc for _, crc in sorted(checksums.items())])
+        if len(self._proven) >= _MOST_PROVEN:
+            self._proven.clear()
+        self._proven.add(name)
 
     def _threads(self) -> ThreadPoolExecutor:
         with self._pool_lock:

@@ -15,7 +15,7 @@ Legend: L layers, H heads and T tokens (rows) of the answer [L, H, T, D].
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -110,6 +110,20 @@ class ChunkLayout:
         """Return how many chunks a shard holds."""
         geometry = self.geometry
         return geometry.groups_per_shard * geometry.token_chunks_in_shard(token_shard)
+
+    def other_checksums(
+        self, shard: str, token_shard: int, known: Container[int]
+    ) -> tuple[list[int], list[ByteRange]]:
+        """Return the starts of the shard's other chunks, and where each one's crc32c lies."""
+        starts: list[int] = []
+        ranges: list[ByteRange] = []
+        for group in range(self.geometry.groups_per_shard):
+            for token_chunk in range(self.geometry.token_chunks_in_shard(token_shard)):
+                start, length = self.locate(shard, token_shard, group, token_chunk)
+                if start not in known:
+                    starts.append(start)
+                    ranges.append(ByteRange(start + length - CHECKSUM_BYTES, CHECKSUM_BYTES))
+        return starts, ranges
 
     def check_whole(self, shard: str, token_shard: int, checksums: Sequence[bytes]) -> None:
         """Check that a shard's chunks, whose crc32c bytes are given in order, are the commit's.

@@ -45,6 +45,22 @@ def test_a_shard_read_whole_is_known_from_another_of_its_shape(run, sites):
     assert len(verify_run(run, deep=True).problems) == 2
 
 
+@pytest.mark.parametrize("positions", [slice(0, 3), slice(299, 302), slice(None)])
+def test_a_local_shard_read_in_part_is_known_from_another(tmp_path, positions):
+    objects = LocalStore(tmp_path)
+    write_run(objects, SampleShape(), [[600]])
+    whole = open_run(objects.url).read("z", prompt="p0", pos=positions)
+    assert whole.sizes["pos"] == len(range(600)[positions])
+    shards = [info.name for info in objects.list("data/00000000/a0/z/c/0/")]
+    assert shards
+    for name in shards:
+        exchange(objects, name, name.replace("/z/c/0/", "/z/c/1/"))
+    opened = open_run(objects.url)
+    for _ in range(2):
+        with pytest.raises(DamagedObject, match="another shard's"):
+            opened.read("z", prompt="p0", layer=0, pos=positions)
+
+
 def test_a_commit_that_moves_a_row_to_the_next_prompt_is_refused(run):
     def move(body):
         prompts = body["prompts"]
