@@ -44,6 +44,7 @@ from store.shard import (
 )
 from store.snapshot import LATEST, read_snapshot, snapshot_names
 from store.verify_report import VerifyReport
+from store.zarr_metadata import metadata_problem
 
 MAX_OBJECT_BYTES = 1 << 30
 SHALLOW_THREADS = 16
@@ -135,7 +136,9 @@ def _check_unit(
     if pool is not None:
         sound = [record for record in commit.objects if listed.get(record.name) == record.bytes]
         shards = dict(_shards(commit))
-        checks = pool.map(lambda record: _check_object(objects, prefix, record, shards), sound)
+        metadata = {keys.array_metadata_key(array.site): array for array in commit.arrays}
+        check = partial(_check_object, objects, prefix, shards, metadata)
+        checks = pool.map(check, sound)
         for record, message in zip(sound, checks, strict=True):
             if message is not None:
                 report.add(prefix + record.name, message, unit)
@@ -159,8 +162,9 @@ def _shards(commit: Commit) -> Iterator[tuple[str, tuple[ArrayRecord, int]]]:
 def _check_object(
     objects: ObjectStore,
     prefix: str,
-    record: ObjectRecord,
     shards: dict[str, tuple[ArrayRecord, int]],
+    metadata: dict[str, ArrayRecord],
+    record: ObjectRecord,
 ) -> str | None:
     if record.bytes > MAX_OBJECT_BYTES:
         return f"states {record.bytes} bytes, more than the {MAX_OBJECT_BYTES} allowed"
@@ -178,6 +182,11 @@ def _check_object(
         return (
             f"its bytes give the checksum {hex_crc32c(checksum)}, the commit says {record.crc32c}"
         )
+    if record.name in metadata:
+        try:
+            return metadata_problem(data, metadata[record.name], record.name)
+        except FormatError as error:
+            return str(error)
     return None
 
 

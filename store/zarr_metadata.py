@@ -15,6 +15,10 @@ from store.packed_pattern import UINT8_STEPS, UINT8_WORST_ERROR
 from store.run_format import ArrayRecord
 
 _LITTLE: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
+_BINDING = (
+    "zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "codecs",
+    "dimension_names",
+)  # fmt: skip
 _CRC32C: dict[str, Any] = {"name": "crc32c"}
 
 
@@ -76,6 +80,20 @@ def array_metadata(record: ArrayRecord, *, run_id: str, unit: int) -> bytes:
             "attributes": attributes,
         }
     )
+
+
+def metadata_problem(data: bytes, record: ArrayRecord, name: str) -> str | None:
+    """Return what in an array's zarr.json contradicts its commit's record, or None.
+
+    A library that follows it would then read other values than this format's own reader.
+    """
+    expected = json.loads(array_metadata(record, run_id="", unit=0))
+    try:
+        found = json.loads(data)
+        wrong = [key for key in _BINDING if found[key] != expected[key]]
+    except (ValueError, RecursionError, KeyError, TypeError) as error:
+        return f"{name} is no Zarr array's metadata ({error})"
+    return f"{name} has another {' and '.join(wrong)} than the commit" if wrong else None
 
 
 def _to_json(document: dict[str, Any]) -> bytes:

@@ -53,7 +53,7 @@ class FaultServer:
             "access_key_id": "first",
             "secret_access_key": "secret",
             "region": "us-east-1",
-            "timeout": 1.0,
+            "timeout": 1.5,
             "attempts": 3,
             "retry_seconds": 20.0,
             **more,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -163,6 +164,30 @@ def test_a_commit_of_other_prompts_than_planned_is_found(tmp_path):
         1: "covers 2 prompts from 4, the plan's unit has 2 from 3",
         2: "no plan segment has this unit",
     }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"shape": [1, 1, 1, 1]}, {"data_type": "float64"}, {"codecs": []}, {"node_type": "group"}],
+)
+def test_zarr_metadata_that_contradicts_its_commit_is_found(tmp_path, change, monkeypatch):
+    from store import attempt
+
+    real = attempt.array_metadata
+
+    def wrong(record, **members):
+        document = json.loads(real(record, **members))
+        return json.dumps(document | (change if record.site == "v" else {})).encode()
+
+    monkeypatch.setattr(attempt, "array_metadata", wrong)
+    objects = LocalStore(tmp_path)
+    write_run(objects, SampleShape(), LENGTHS)
+    assert verify_run(objects).ok
+    problems = verify_run(objects, deep=True).problems
+    assert [problem.name for problem in problems] == [
+        f"data/0000000{unit}/a0/v/zarr.json" for unit in (0, 1)
+    ]
+    assert next(iter(change)) in problems[0].message
 
 
 def test_two_shards_exchanged_are_found(tmp_path):

@@ -185,7 +185,7 @@ def _azure(server) -> ObstoreStore:
     return ObstoreStore("az://faulty/run", options | NO_TLS)
 
 
-NO_TLS = {"client_options": {"allow_http": True}, "attempts": 3, "timeout": 1.0}
+NO_TLS = {"client_options": {"allow_http": True}, "attempts": 3, "timeout": 1.5}
 
 
 @pytest.mark.parametrize("fault", [None, Fault.UNAVAILABLE, Fault.DROPPED_AFTER])
