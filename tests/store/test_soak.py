@@ -26,7 +26,7 @@ from tests.store.soak_worker import LENGTHS, SHAPE, values_of
 SECONDS = float(os.environ.get("ATTNSTORE_SOAK_SECONDS", "8"))
 WORKERS = 3
 UNITS_PER_SECOND = 40
-FINISH_SECONDS = 120
+FINISH_SECONDS = 120 + 4 * SECONDS
 
 
 @pytest.mark.timeout(SECONDS + FINISH_SECONDS + 120)
