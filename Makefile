@@ -62,5 +62,8 @@ soak: install ## race and kill writers for ten minutes on each back end
 models: install ## put every family of models through its checks and write docs/models.md
 	$(BIN)/python -m tests.capture.models_report
 
+mutations: install ## plant a bug in each attention semantic and see the checks fail
+	$(BIN)/python -m tests.mutations
+
 clean: ## remove what the demo and the tools wrote; .venv and .cache stay
 	rm -rf demo-run demo-run.png demo-out sweep-run build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

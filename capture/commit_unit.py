@@ -19,7 +19,7 @@ from capture.rows import UnitLayout
 from capture.settings import CaptureSettings, UnitTask
 from store import keys
 from store.attempt import AttemptWriter
-from store.codec import Codec
+from store.codec import DTYPES, Codec
 from store.commit import CommitResult, commit_unit
 from store.generated import GENERATED, Continuation, generated_bytes
 from store.geometry import ArrayGeometry
@@ -36,6 +36,19 @@ from store.run_format import (
 )
 from store.shard import pack_chunk_sizes
 
+_OF_V = (Site.V, Site.Z, Site.PROJ_IN)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSite:
+    """One site as it is stored: heads of all ranks, size and type of a head's row."""
+
+    name: str
+    head_dim: str
+    num_heads: int
+    head_size: int
+    dtype: str
+
 
 @dataclass(frozen=True, slots=True)
 class CaptureShape:
@@ -47,36 +60,60 @@ class CaptureShape:
     settings: CaptureSettings
     ranks: tuple[RankFacts, ...]
 
-    def site_heads(self, site: Site) -> list[int]:
+    @property
+    def sites(self) -> list[StoredSite]:
+        """The run's sites, those of the probe included."""
+        layer = self.layers[0]
+        sites = [
+            StoredSite(
+                site.value,
+                site.head_dim_name,
+                layer.num_kv_heads if site.is_kv else layer.num_heads,
+                layer.v_head_size if site in _OF_V else layer.head_size,
+                self.dtype,
+            )
+            for site in self.settings.sites
+        ]
+        return sites + [
+            StoredSite(
+                probe.name,
+                "head",
+                layer.num_heads,
+                probe.head_size,
+                str(probe.dtype).removeprefix("torch."),
+            )
+            for probe in self.ranks[0].probes
+        ]
+
+    def site_heads(self, site: StoredSite) -> list[int]:
         """Return the site's global heads, rank after rank; must come out as 0, 1, 2, ..."""
-        heads = [head for rank in self.ranks for head in rank.heads[site.value]]
-        expected = self.layers[0].num_kv_heads if site.is_kv else self.layers[0].num_heads
-        if heads != list(range(expected)):
-            raise RowsMissing(f"the ranks write heads {heads} of {site.value}, not all {expected}")
+        heads = [head for rank in self.ranks for head in rank.heads[site.name]]
+        if heads != list(range(site.num_heads)):
+            raise RowsMissing(
+                f"the ranks write heads {heads} of {site.name}, not all {site.num_heads}"
+            )
         return heads
 
-    def array(self, site: Site, num_tokens: int, chunk_sizes: dict[str, str]) -> ArrayRecord:
+    def array(self, site: StoredSite, num_tokens: int, chunk_sizes: dict[str, str]) -> ArrayRecord:
         """Describe the site's array in a unit of `num_tokens` rows."""
-        layer = self.layers[0]
         heads = self.site_heads(site)
-        head_size = layer.head_size if site in (Site.ROT_Q, Site.ROT_K) else layer.v_head_size
-        shard_heads = max(len(rank.heads[site.value]) for rank in self.ranks)
+        shard_heads = max(len(rank.heads[site.name]) for rank in self.ranks)
         cut = ArrayGeometry.plan(
             num_layers=len(self.layers),
             num_tokens=num_tokens,
             num_heads=len(heads),
             shard_heads=shard_heads,
-            head_size=head_size,
-            item_bytes={"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype],
+            head_size=site.head_size,
+            item_bytes=DTYPES[site.dtype].itemsize,
         )
         return ArrayRecord(
-            site=site.value,
-            dtype=self.dtype,
-            dims=["layer", "token", site.head_dim_name, "d_head"],
+            site=site.name,
+            dtype=site.dtype,
+            dims=["layer", "token", site.head_dim, "d_head"],
             layers=[layer.layer for layer in self.layers],
             heads=heads,
             num_tokens=num_tokens,
-            head_size=head_size,
+            head_size=site.head_size,
             shard_tokens=cut.shard_tokens,
             shard_heads=cut.shard_heads,
             chunk_tokens=cut.chunk_tokens,
@@ -108,8 +145,8 @@ def commit_captured_unit(
     arrays: list[ArrayRecord] = []
     if total:
         sizes = {name: size for report in reports for name, size in report.chunk_sizes.items()}
-        for site in shape.settings.sites:
-            prefix = f"{site.value}/"
+        for site in shape.sites:
+            prefix = f"{site.name}/"
             arrays.append(
                 shape.array(
                     site,
@@ -153,12 +190,12 @@ def _rank_objects(
     records: list[ObjectRecord] = []
     expected = layout.total_rows * len(shape.layers)
     for rank, report in zip(shape.ranks, reports, strict=True):
-        for site in shape.settings.sites:
-            writes = bool(rank.heads[site.value])
-            proved = report.rows.get(site.value, 0)
+        for site in shape.sites:
+            writes = bool(rank.heads[site.name])
+            proved = report.rows.get(site.name, 0)
             if proved != (expected if writes else 0):
                 raise RowsMissing(
-                    f"unit {layout.unit}: rank {rank.rank} proved {proved} rows of {site.value} "
+                    f"unit {layout.unit}: rank {rank.rank} proved {proved} rows of {site.name} "
                     f"over {len(shape.layers)} layers, {expected} were due"
                 )
         records += report.objects

@@ -15,6 +15,8 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from capture.adapters.vllm_config import total_query_heads
 from capture.adapters.vllm_engine import Finished, StepEngine, start_engine
 from capture.assembly import RankReport
@@ -32,9 +34,11 @@ from capture.settings import (
     UnitStatus,
     UnitTask,
 )
+from store.codec import DTYPES
 from store.generated import Continuation
 from store.objects.open import open_store
 from store.run_format import ModelManifest
+from store.weights import WEIGHTS, OutputProjection, weight_key, write_output_projection
 
 IDLE_POLL_SECONDS = 0.002
 NO_POSITION = "skipped: capture.positions selects none of its positions"
@@ -114,7 +118,10 @@ class CaptureEngine:
             ranks=ranks,
         )
         step_engine.call("capture_open", location)
-        return cls(step_engine, shape, location)
+        started = cls(step_engine, shape, location)
+        if capture.output_weights:
+            started.store_output_weights()
+        return started
 
     @property
     def step_engine(self) -> StepEngine:
@@ -219,6 +226,16 @@ class CaptureEngine:
         self._objects = open_store(location.url, location.options)
         self._engine.call("capture_open", location)
 
+    def store_output_weights(self) -> None:
+        """Store each captured layer's W_O that the run does not hold yet."""
+        held = {info.name for info in self._objects.list(WEIGHTS)}
+        for layer in self._shape.layers:
+            if weight_key(layer.layer) not in held:
+                parts = self._engine.call("capture_output_projection", layer.layer)
+                rows = np.concatenate(parts).view(DTYPES[self._shape.dtype])
+                w_o_HDM = rows.reshape(layer.num_heads, layer.v_head_size, -1)
+                write_output_projection(self._objects, OutputProjection(layer.layer, w_o_HDM))
+
     def shutdown(self) -> None:
         """End the engine and its processes. Units in flight are lost, never half committed."""
         self._committer.shutdown(wait=True, cancel_futures=True)
@@ -232,13 +249,16 @@ class CaptureEngine:
         for place in batch:
             self._add(key, unit.task, place)
 
-    @property
-    def _most_generated(self) -> int:
+    def _most_rows(self, num_tokens: int) -> int:
+        """Return how many rows a prompt gets unless it ends by itself."""
         generation = self._shape.settings.generation
-        return 1 if generation is None else generation.max_tokens
+        if generation is None:
+            return num_tokens
+        longest = self._engine.vllm_config.model_config.max_model_len
+        return min(num_tokens + generation.max_tokens, longest) - 1
 
     def _num_positions(self, prompt: PromptTask) -> int:
-        return len(prompt.token_ids) + self._most_generated - 1
+        return self._most_rows(len(prompt.token_ids))
 
     def _selected(self, task: UnitTask) -> UnitTask:
         """Return the task with prompts that keep no position marked as skipped."""
@@ -266,7 +286,7 @@ class CaptureEngine:
         unit = self._units[key]
         unit.sealed, unit.reached = True, len(unit.task.prompts)
         final: UnitLayout | None = None
-        if self._shape.settings.generation is not None:
+        if self._shape.settings.open_ended:
             # Only now it is known how many tokens each prompt got; the last has no row.
             rows = [0] * len(unit.task.prompts)
             for place, said in unit.said.items():

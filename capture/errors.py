@@ -33,3 +33,11 @@ class CaptureStalled(CaptureError, TimeoutError):
 
 class UnsupportedOption(CaptureError, ValueError):
     """An engine option under which stored rows would not be right."""
+
+
+class SelfCheckFailed(CaptureError, RuntimeError):
+    """What the engine captured of a few prompts is not right; the run must not start."""
+
+
+class ProbeError(CaptureError, ValueError):
+    """A user's probe cannot be used, or gave something else than in its trial."""

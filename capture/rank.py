@@ -8,17 +8,20 @@ of nnsight or vLLM beyond the attention layers that it is handed.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from capture.assembly import Assembly, RankReport
 from capture.attention_layers import LocalLayer
-from capture.errors import CaptureError, RowsMissing
+from capture.errors import CaptureError, RowsMissing, UnsupportedModel
 from capture.heads import HeadShare, head_share
 from capture.lanes import Lane, OnAnswer, process_lanes, thread_lanes
+from capture.probe import Probe, ProbeSite
 from capture.rows import Span, StepRows, UnitLayout, plan_step
 from capture.settings import CaptureSettings, StoreLocation
 from capture.shard_loop import OpenUnit, Tap
@@ -29,6 +32,8 @@ from store.geometry import ArrayGeometry
 from store.objects.open import open_store
 from store.run_format import Site
 
+OnProjected = Callable[[torch.Tensor, torch.Tensor], None]
+
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
@@ -38,6 +43,8 @@ class RankFacts:
     layers: tuple[LocalLayer, ...]
     heads: dict[str, tuple[int, ...]]
     """Site -> the global heads that this rank writes; empty where another rank writes them."""
+    probes: tuple[ProbeSite, ...]
+    """What the probe adds, on every rank the same."""
     bytes_per_row: int
     host_bytes: int
     device_bytes: int
@@ -46,26 +53,31 @@ class RankFacts:
 
 @dataclass(frozen=True, slots=True)
 class _SiteShare:
-    site: Site
+    name: str
     share: HeadShare
     head_size: int
+    dtype: torch.dtype
 
-    def geometry(self, num_layers: int, num_tokens: int, item_bytes: int) -> ArrayGeometry:
+    @property
+    def row_bytes(self) -> int:
+        return self.share.local * self.head_size * self.dtype.itemsize
+
+    def geometry(self, num_layers: int, num_tokens: int) -> ArrayGeometry:
         return ArrayGeometry.plan(
             num_layers=num_layers,
             num_tokens=num_tokens,
             num_heads=self.share.total,
             shard_heads=self.share.local,
             head_size=self.head_size,
-            item_bytes=item_bytes,
+            item_bytes=self.dtype.itemsize,
         )
 
-    def tap_shape(self, item_bytes: int) -> TapShape:
-        cut = self.geometry(1, 1, item_bytes)
+    def tap_shape(self) -> TapShape:
+        cut = self.geometry(1, 1)
         return TapShape(
             num_heads=self.share.local,
             head_size=self.head_size,
-            item_bytes=item_bytes,
+            item_bytes=self.dtype.itemsize,
             group_heads=cut.group_heads,
             chunk_tokens=cut.chunk_tokens,
         )
@@ -80,6 +92,8 @@ class RankCapture:
         settings: CaptureSettings,
         layers: Sequence[LocalLayer],
         envoy_of: Callable[[str], Any],
+        watch_projection: Callable[[LocalLayer, OnProjected], None],
+        watch_output: Callable[[LocalLayer, Callable[[torch.Tensor], None]], None],
         rank: int,
         num_ranks: int,
         total_heads: int,
@@ -95,29 +109,58 @@ class RankCapture:
         first = _uniform(self.taken)
         q_share = head_share(total_heads, first.num_heads, rank, num_ranks)
         kv_share = head_share(total_kv_heads, first.num_kv_heads, rank, num_ranks)
-        sizes = {
-            Site.ROT_Q: (q_share, first.head_size),
-            Site.ROT_K: (kv_share, first.head_size),
-            Site.V: (kv_share, first.v_head_size),
-            Site.Z: (q_share, first.v_head_size),
-        }
+        self._probe = (
+            None if settings.probe is None else Probe(settings.probe, first, dtype, device)
+        )
+        wanted = set(settings.sites)
+
+        def kept(site: Site, share: HeadShare, head_size: int) -> list[_SiteShare]:
+            return [_SiteShare(site.value, share, head_size, dtype)] if site in wanted else []
+
         # The order in which a layer's tensors come to be; `put` insists on it.
-        self.sites = [_SiteShare(site, *sizes[site]) for site in sizes if site in settings.sites]
-        item = dtype.itemsize
+        self.sites = [
+            *kept(Site.PRE_Q, q_share, first.head_size),
+            *kept(Site.PRE_K, kv_share, first.head_size),
+            *kept(Site.ROT_Q, q_share, first.head_size),
+            *kept(Site.ROT_K, kv_share, first.head_size),
+            *kept(Site.V, kv_share, first.v_head_size),
+            *kept(Site.Z, q_share, first.v_head_size),
+            *(_SiteShare(p.name, q_share, p.head_size, p.dtype) for p in self._probe_sites),
+            *kept(Site.PROJ_IN, q_share, first.v_head_size),
+        ]
         taps: list[Tap] = []
+        self._tap_sites: list[_SiteShare] = []
+        self._unproven: dict[int, torch.Tensor | None] = {}
+        """Taps of z until it is seen, in the first step, that W_O takes z as it is."""
         self.reads: list[LayerReads] = []
         for index, layer in enumerate(self.taken):
-            numbers: dict[str, int | None] = dict.fromkeys(("rot_q", "rot_k", "v", "z"))
+            numbers: dict[str, int] = {}
             for site in self.sites:
                 if site.share.writes:
-                    numbers[site.site.value] = len(taps)
-                    row_bytes = site.share.local * site.head_size * item
-                    taps.append(Tap(site.site.value, index, site.share.shard, row_bytes))
-            self.reads.append(LayerReads(envoy_of(layer.path), **numbers))
+                    numbers[site.name] = len(taps)
+                    taps.append(Tap(site.name, index, site.share.shard, site.row_bytes))
+                    self._tap_sites.append(site)
+            before = (numbers.get(Site.PRE_Q), numbers.get(Site.PRE_K))
+            if before != (None, None):
+                watch_projection(layer, partial(self._projected, before))
+            after, z = numbers.get(Site.PROJ_IN), numbers.get(Site.Z)
+            if after is not None or (settings.output_weights and z is not None):
+                watch_output(layer, partial(self._into_output, layer, z, after))
+                if after is None and z is not None:
+                    self._unproven[z] = None
+            self.reads.append(
+                LayerReads(
+                    layer.layer,
+                    envoy_of(layer.path),
+                    rot_q=numbers.get(Site.ROT_Q),
+                    rot_k=numbers.get(Site.ROT_K),
+                    v=numbers.get(Site.V),
+                    z=z,
+                    probe=tuple(numbers[p.name] for p in self._probe_sites),
+                )
+            )
         self._taps = taps
-        self._tap_shapes = [
-            site.tap_shape(item) for _ in self.taken for site in self.sites if site.share.writes
-        ]
+        self._tap_shapes = [site.tap_shape() for site in self._tap_sites]
         self.bytes_per_row = sum(tap.row_bytes for tap in taps)
         self.max_step_rows = max_step_rows
         largest = max((s.staged_bytes(max_step_rows) for s in self._tap_shapes), default=1)
@@ -135,6 +178,8 @@ class RankCapture:
         self._step: StepRows | None = None
         self._index: torch.Tensor | None = None
         self._puts = 0
+        self._spans: Sequence[Span] = ()
+        self._hook_error: str | None = None
         self.timings = {"stall": 0.0, "steps": 0.0, "rows": 0.0}
 
     # -- called by the engine, between steps ------------------------------------------------------
@@ -145,9 +190,10 @@ class RankCapture:
             rank=self.rank,
             layers=self.layers,
             heads={
-                site.site.value: tuple(site.share.heads) if site.share.writes else ()
+                site.name: tuple(site.share.heads) if site.share.writes else ()
                 for site in self.sites
             },
+            probes=self._probe_sites,
             bytes_per_row=self.bytes_per_row,
             host_bytes=self._staging.pool.num_slabs * self._staging.slot_bytes,
             device_bytes=self._staging.device_bytes,
@@ -190,7 +236,7 @@ class RankCapture:
     def begin_unit(self, layout: UnitLayout) -> None:
         """Accept rows of an attempt from the next step on."""
         self._writers.check()
-        self._writers.open_unit(self._opening(layout, held=self.settings.generation is not None))
+        self._writers.open_unit(self._opening(layout, held=self.settings.open_ended))
 
     def seal_unit(self, key: int, final: UnitLayout | None) -> None:
         """All rows of the attempt have been computed: report it once they are durable.
@@ -201,11 +247,7 @@ class RankCapture:
         self._writers.seal_unit(key, None if final is None else self._opening(final, held=False))
 
     def _opening(self, layout: UnitLayout, *, held: bool) -> OpenUnit:
-        item = self.dtype.itemsize
-        cuts = {
-            site.site.value: site.geometry(len(self.taken), layout.total_rows, item)
-            for site in self.sites
-        }
+        cuts = {site.name: site.geometry(len(self.taken), layout.total_rows) for site in self.sites}
         return OpenUnit(layout, cuts, held)
 
     def drop_unit(self, key: int) -> None:
@@ -242,7 +284,9 @@ class RankCapture:
             return False
         self._assembly.check()
         self._step = step = plan_step(spans, self._assembly.layouts())
+        self._spans = spans
         self._puts = 0
+        self._hook_error = None
         if not step.num_rows or not self._taps:
             self._step = None
             return False
@@ -266,10 +310,69 @@ class RankCapture:
             )
         shape = self._tap_shapes[tap]
         x_TF = x_TF.reshape(-1, shape.num_heads * shape.head_size)
-        if x_TF.dtype != self.dtype:
-            raise RowsMissing(f"{self._taps[tap]} is {x_TF.dtype}, the run holds {self.dtype}")
+        due = self._tap_sites[tap].dtype
+        if x_TF.dtype != due:
+            raise RowsMissing(f"{self._taps[tap]} is {x_TF.dtype}, the run holds {due}")
+        if tap in self._unproven:
+            self._unproven[tap] = x_TF.clone()
         self._staging.put(tap, x_TF, shape, self._index, step.num_rows, step.runs)
         self._puts += 1
+
+    def probe(self, reads: LayerReads, q: Any, k: Any, v: Any, z: Any) -> None:
+        """Run the user's probe on one layer of the step and stage what it returns."""
+        assert self._probe is not None
+        layer = next(one for one in self.taken if one.layer == reads.layer)
+        tensors_THD = [
+            x.reshape(-1, heads, size)
+            for x, heads, size in (
+                (q, layer.num_heads, layer.head_size),
+                (k, layer.num_kv_heads, layer.head_size),
+                (v, layer.num_kv_heads, layer.v_head_size),
+                (z, layer.num_heads, layer.v_head_size),
+            )
+        ]
+        found = self._probe(reads.layer, tensors_THD, self._spans)
+        for tap, x_THD in zip(reads.probe, found, strict=True):
+            self.put(tap, x_THD)
+
+    @property
+    def _probe_sites(self) -> tuple[ProbeSite, ...]:
+        return () if self._probe is None else self._probe.sites
+
+    def _projected(
+        self, taps: tuple[int | None, int | None], q_TF: torch.Tensor, k_TF: torch.Tensor
+    ) -> None:
+        """Stage q and k of a layer before norm and RoPE, where a step is being captured."""
+        for tap, x_TF in zip(taps, (q_TF, k_TF), strict=True):
+            if tap is not None:
+                self._put_from_hook(tap, x_TF)
+
+    def _put_from_hook(self, tap: int, x_TF: torch.Tensor) -> None:
+        """Stage a tensor outside the block; what goes wrong fails the step's units, not the model.
+
+        Once the block or a hook has failed, the order of taps is broken for the rest of the step.
+        """
+        if self._step is None or self._hook_error is not None:
+            return
+        try:
+            self.put(tap, x_TF)
+        except CaptureError:
+            self._hook_error = traceback.format_exc()
+
+    def _into_output(
+        self, layer: LocalLayer, z: int | None, tap: int | None, x_TF: torch.Tensor
+    ) -> None:
+        """Stage W_O's input; or see once that it is z, where contributions rest on that."""
+        if tap is not None:
+            self._put_from_hook(tap, x_TF)
+        elif self._step is not None and z is not None and z in self._unproven:
+            z_TF = self._unproven.pop(z)
+            if z_TF is not None and not torch.equal(z_TF, x_TF):
+                raise UnsupportedModel(
+                    f"the output projection beside {layer.path} does not take z as it is (gated "
+                    "attention): add proj_in to capture.sites, or set capture.output_weights to "
+                    "false"
+                )
 
     def end_step(self, error: str | None) -> None:
         """Account for the step; a block that failed or stopped short fails the units it served."""
@@ -278,6 +381,7 @@ class RankCapture:
             return
         self.timings["steps"] += 1
         self.timings["rows"] += step.num_rows
+        error = error or self._hook_error
         if error is None and self._puts != len(self._taps):
             error = (
                 f"RowsMissing: {self._puts} of {len(self._taps)} tensors of the step were seen; "

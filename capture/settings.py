@@ -60,6 +60,10 @@ class CaptureSettings:
     codec: Codec = Codec.RAW
     generation: Generation | None = None
     """None: prompts are read, not continued."""
+    probe: str | None = None
+    """`package.module:function` of the user, run on each rank (`capture.probe`)."""
+    output_weights: bool = False
+    """Store each layer's W_O with the run, once, so that a reader can tell contributions."""
     host_bytes: int = 1 << 30
     """Host staging of each rank, allocated once: slabs of `slot_bytes`."""
     buffer_bytes: int = 32 << 30
@@ -74,6 +78,11 @@ class CaptureSettings:
     """Whether each is a process instead of a thread; None: beside a GPU, not on a CPU."""
     stall_seconds: float = 240.0
     """How long a rank may wait for free slabs before a step; beyond it the engine fails."""
+
+    @property
+    def open_ended(self) -> bool:
+        """Whether a prompt may end before its last token, so that its rows are known only then."""
+        return self.generation is not None and not self.generation.ignore_eos
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values that survive vLLM's own config."""

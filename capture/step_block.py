@@ -21,6 +21,8 @@ class StepSink(Protocol):
 
     def put(self, tap: int, x_TF: torch.Tensor) -> None: ...
 
+    def probe(self, reads: LayerReads, q: Any, k: Any, v: Any, z: Any) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class LayerReads:
@@ -29,23 +31,35 @@ class LayerReads:
     A tap is a number the sink knows; None where the rank does not store that site.
     """
 
+    layer: int
     envoy: Any
     rot_q: int | None
     rot_k: int | None
     v: int | None
     z: int | None
+    probe: tuple[int, ...] = ()
+    """Taps of what the user's probe returns, if there is one."""
+
+    @property
+    def reads_inputs(self) -> bool:
+        return bool(self.probe) or (self.rot_q, self.rot_k, self.v) != (None, None, None)
 
 
 def capture_step(layers: Sequence[LayerReads], sink: StepSink) -> None:
     """Read every layer of one forward pass; the body of the step's nnsight block."""
     for reads in layers:
-        if reads.rot_q is not None or reads.rot_k is not None or reads.v is not None:
+        if reads.reads_inputs:
             query, key, value = query_key_value(*reads.envoy.inputs)
             for tap, tensor in ((reads.rot_q, query), (reads.rot_k, key), (reads.v, value)):
                 if tap is not None:
                     sink.put(tap, tensor)
+        if reads.z is None and not reads.probe:
+            continue
+        z = reads.envoy.output
         if reads.z is not None:
-            sink.put(reads.z, reads.envoy.output)
+            sink.put(reads.z, z)
+        if reads.probe:
+            sink.probe(reads, query, key, value, z)
 
 
 def query_key_value(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:

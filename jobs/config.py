@@ -140,11 +140,17 @@ class CaptureConfig(Section):
     pattern: Annotated[PatternMode, FROZEN] = PatternMode.DERIVED
     unit_tokens: Annotated[int, Field(ge=1), FROZEN] = 65_536
     """Units hold about so many tokens: the grain of work, retry and resume."""
+    probe: Annotated[str | None, Field(pattern=r"^[\w.]+:\w+$"), FROZEN] = None
+    """A function of yours, importable on the workers, whose tensors become sites."""
+    output_weights: bool = False
+    """Store W_O of every captured layer once, for `run.contribution`."""
 
     @model_validator(mode="after")
     def _distinct(self) -> CaptureConfig:
         if len(set(self.sites)) != len(self.sites):
             raise ValueError(f"sites are listed twice: {', '.join(self.sites)}")
+        if Site.PATTERN in self.sites:
+            raise ValueError("pattern is rebuilt when read; take it out of capture.sites")
         if self.layers is not None and len(set(self.layers)) != len(self.layers):
             raise ValueError(f"layers are listed twice: {list(self.layers)}")
         whole = self.kept_positions() == ALL_POSITIONS
@@ -278,6 +284,8 @@ class RunConfig(Section):
     generate: GenerateConfig = GenerateConfig()
     engine: EngineConfig = EngineConfig()
     workers: WorkersConfig = WorkersConfig()
+    self_check: bool = True
+    """Try the engine on a few prompts, alone and batched, before the run starts."""
     max_bytes: Annotated[int | None, Field(ge=1)] = None
     """Quota: the run does not start, or stops cleanly, rather than store more than this."""
     storage_options: dict[str, Any] = {}
@@ -336,6 +344,8 @@ class RunConfig(Section):
             layers=self.capture.layers,
             codec=self.capture.codec,
             positions=self.capture.kept_positions(),
+            probe=self.capture.probe,
+            output_weights=self.capture.output_weights,
             generation=self.generate.generation(),
             host_bytes=self.engine.host_bytes,
             buffer_bytes=self.engine.buffer_bytes,

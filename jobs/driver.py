@@ -192,6 +192,7 @@ def _capture(
         engine=config.engine_settings(),
         capture=config.capture_settings(),
         units_in_flight=config.engine.units_in_flight,
+        self_check=config.self_check,
     )
     log("starting", missing=schedule.num_missing, units=len(units), epoch=owner.epoch)
     connect(config, verbose=options.verbose)

@@ -24,6 +24,8 @@ EXPECTED_RATIO = {Codec.RAW: 1.0, Codec.FAST: 1.2, Codec.SMALL: 1.35}
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SECONDS_PER_HOUR = 3600.0
 
+_OF_V = (Site.V, Site.Z, Site.PROJ_IN)
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -120,7 +122,7 @@ def _geometry(
     config: RunConfig, shape: AttentionShape, site: Site, layers: int, num_tokens: int
 ) -> ArrayGeometry:
     heads = shape.kv_heads if site.is_kv else shape.heads
-    head_size = shape.head_size if site in (Site.ROT_Q, Site.ROT_K) else shape.v_head_size
+    head_size = shape.v_head_size if site in _OF_V else shape.head_size
     return ArrayGeometry.plan(
         num_layers=layers,
         num_tokens=num_tokens,

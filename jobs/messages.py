@@ -22,6 +22,8 @@ class WorkerSpec:
     engine: EngineSettings
     capture: CaptureSettings
     units_in_flight: int = 2
+    self_check: bool = False
+    """Try the engine on a few of the run's prompts before it takes orders."""
 
 
 @dataclass(frozen=True, slots=True)

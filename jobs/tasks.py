@@ -54,6 +54,14 @@ class TaskReader:
             repair=order.repair,
         )
 
+    def first_prompts(self, count: int) -> list[np.ndarray]:
+        """Return the token ids of the plan's first prompts that can be captured."""
+        for manifest in read_segments(self._objects):
+            if manifest.prompts:
+                tasks = _prompts(self._file(manifest, 0), {}, 0)
+                return [task.token_ids for task in tasks if task.reason is None][:count]
+        return []
+
     def _file(self, manifest: PlanManifest, place: int) -> pa.Table:
         key = (manifest.segment, place)
         table = self._files.pop(key, None)

@@ -7,6 +7,7 @@ no more the worker says why and ends its process: whatever the engine left behin
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -16,8 +17,10 @@ from typing import TYPE_CHECKING
 from capture.settings import UnitResult, UnitStatus
 from jobs.messages import UnitOrder, WorkerFacts, WorkerSpec, WorkReport
 from jobs.tasks import TaskReader
-from store.errors import RunError, StoreError
+from store import keys
+from store.errors import ObjectExists, RunError, StoreError
 from store.objects.open import open_store
+from store.sealed_json import seal
 
 if TYPE_CHECKING:
     from capture.engine import CaptureEngine
@@ -109,7 +112,29 @@ class CaptureWorker:
         from capture.engine import CaptureEngine
 
         spec = self._spec
-        return CaptureEngine.start(spec.engine, spec.capture, spec.location, spec.run_id)
+        engine = CaptureEngine.start(spec.engine, spec.capture, spec.location, spec.run_id)
+        if spec.self_check:
+            self._self_check(engine)
+        return engine
+
+    def _self_check(self, engine: CaptureEngine) -> None:
+        """Try the engine on the run's first prompts, unless a worker of this run has done so.
+
+        The figures are kept beside the run. What it raises ends the worker, as a failed start does.
+        """
+        from capture.self_check import MAX_PROMPTS, self_check
+
+        spec = self._spec
+        if any(self._objects.list(keys.CHECKS)):
+            return
+        started = time.monotonic()
+        prompts = self._tasks.first_prompts(MAX_PROMPTS)
+        found = self_check(engine, prompts, spec.location, spec.engine.model)
+        if found is not None:
+            seconds = round(time.monotonic() - started, 3)
+            body = {"run_id": spec.run_id, **found.to_json(), "seconds": seconds}
+            with contextlib.suppress(ObjectExists):
+                self._objects.create(f"{keys.CHECKS}self-check.json", seal(body))
 
 
 def _leave_soon() -> None:

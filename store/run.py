@@ -129,14 +129,15 @@ class Run(AcrossPrompts):
     def sites(self) -> tuple[str, ...]:
         """The captured sites. Where rot_q and rot_k are among them, `pattern` can be read too."""
         capture = self._manifest.config.get("capture")
-        declared = capture.get("sites") if isinstance(capture, dict) else None
-        if declared:
+        capture = capture if isinstance(capture, dict) else {}
+        declared = capture.get("sites")
+        if declared and not capture.get("probe"):
             return tuple(str(site) for site in declared)
         for unit in self._index.committed:
             commit = self._index.commit(unit)
             if commit is not None and commit.arrays:
                 return tuple(array.site for array in commit.arrays)
-        return ()
+        return tuple(str(site) for site in declared or ())
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -248,11 +249,13 @@ class Run(AcrossPrompts):
     ) -> xr.DataArray:
         """Return what heads add to the residual stream, float32, dims `(head) pos d_model`.
 
-        It is z through the head's slice of W_O; over all heads it sums to the attention output
-        without W_O's bias. Raises `SiteNotFound` where the run holds no W_O, or where its z is not
-        W_O's input, besides what `read` raises.
+        It is z through the head's slice of W_O (`proj_in` in place of z where that was captured:
+        gated attention); over all heads it sums to the attention output
+        without W_O's bias. Raises `SiteNotFound` where the run holds no W_O, besides what `read`
+        raises.
         """
-        array = self._prompt_array(prompt, Site.Z)
+        source = Site.PROJ_IN if Site.PROJ_IN in self.sites else Site.Z
+        array = self._prompt_array(prompt, source)
         layers, heads, places = array.select(layer, head, pos, by_place=False)
         w_o_HDM = self._output_projection(int(layers.labels[0]))
         z_HPD = array.read(layers.indices[:1], heads.indices, places.indices)[0]

@@ -25,7 +25,10 @@ Name = Annotated[str, Field(max_length=keys.MAX_NAME, pattern=rf"^{keys.NAME_PAT
 
 
 class Site(StrEnum):
-    """A tensor that a run can hold. `rot_q`, `rot_k`: after QK-norm and RoPE; `z`: before W_O."""
+    """A tensor that a run can hold. `rot_q`, `rot_k`: after QK-norm and RoPE; `z`: before W_O.
+
+    `proj_in` is W_O's input, which is not z where the model gates its attention.
+    """
 
     ROT_Q = "rot_q"
     ROT_K = "rot_k"
@@ -34,6 +37,7 @@ class Site(StrEnum):
     PATTERN = "pattern"
     PRE_Q = "pre_q"
     PRE_K = "pre_k"
+    PROJ_IN = "proj_in"
 
     @property
     def is_kv(self) -> bool:

@@ -128,6 +128,22 @@ PARTS: tuple[Part, ...] = (
     ),
     Part("vllm.model_executor.layers.attention:MLAAttention", "refused by its class"),
     Part(
+        "vllm.model_executor.layers.linear:ColumnParallelLinear.__init__",
+        "the fused projection's own columns (pre_q, pre_k)",
+        mentions=("output_size_per_partition",),
+    ),
+    Part("vllm.model_executor.layers.linear:QKVParallelLinear", "found beside the attention"),
+    Part(
+        "vllm.model_executor.layers.linear:RowParallelLinear.__init__",
+        "W_O's own rows (proj_in, contributions)",
+        mentions=("input_size_per_partition", "quant_method"),
+    ),
+    Part(
+        "vllm.model_executor.layers.linear:UnquantizedLinearMethod.apply",
+        "sends unit vectors through W_O",
+        takes=("layer", "x", "bias"),
+    ),
+    Part(
         "vllm.model_executor.models.utils:extract_layer_index",
         "the model's number of a layer",
         takes=("layer_name",),

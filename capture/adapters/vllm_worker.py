@@ -7,8 +7,10 @@ clash with nnsight, which mounts `.save` on `object`. The engine's settings trav
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from nnsight.modeling.vllm.model_runners.GPUModelRunner import NNsightGPUModelRunner
 from nnsight.modeling.vllm.workers.GPUWorker import NNsightGPUWorker
@@ -17,6 +19,7 @@ from vllm.platforms import current_platform
 
 from capture.adapters.cpu_generator import make_rewindable
 from capture.adapters.nnsight_block import envoy_of
+from capture.adapters.projections import output_projection, watch_output, watch_projection
 from capture.adapters.vllm_config import total_query_heads
 from capture.adapters.vllm_runner import StepCaptureRunner
 from capture.assembly import RankReport
@@ -54,6 +57,8 @@ class _CaptureRpc:
             settings=CaptureSettings.from_json(settings),
             layers=find_attention_layers(model),
             envoy_of=lambda path: envoy_of(runner.nnsight_model, modules[path]),
+            watch_projection=partial(watch_projection, modules),
+            watch_output=partial(watch_output, modules),
             rank=group.rank_in_group,
             num_ranks=group.world_size,
             total_heads=total_query_heads(config),
@@ -84,6 +89,12 @@ class _CaptureRpc:
 
     def capture_poll(self) -> list[RankReport]:
         return self._capture.poll()
+
+    def capture_output_projection(self, layer: int) -> np.ndarray:
+        """Return this rank's rows of a layer's W_O, as bytes."""
+        modules = dict(self.model_runner.get_model().named_modules())
+        taken = next(one for one in self._capture.taken if one.layer == layer)
+        return output_projection(modules, taken)
 
     def capture_timings(self) -> dict[str, float]:
         return dict(self._capture.timings)

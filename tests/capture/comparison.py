@@ -16,7 +16,8 @@ SITES = ("rot_q", "rot_k", "v", "z")
 
 def stored_sites(run: Any, prompt: str) -> dict[str, np.ndarray]:
     """Return what a run holds of a prompt, float32, and the pattern rebuilt from it."""
-    arrays = {site: run.read(site, prompt=prompt, dtype=np.float32).values for site in SITES}
+    sites = [*SITES, *(site for site in run.sites if site not in SITES)]
+    arrays = {site: run.read(site, prompt=prompt, dtype=np.float32).values for site in sites}
     return {**arrays, "pattern": run.pattern(prompt).values}
 
 

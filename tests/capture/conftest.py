@@ -14,6 +14,10 @@ from tests.capture.live_capture import Captured, LiveCapture, capture_live
 PROMPTS = Path(__file__).resolve().parents[2] / "examples" / "prompts.jsonl"
 SMALL_STEPS = {"max_num_batched_tokens": 128}
 """Prompts are longer than a step, so that they are computed in pieces beside each other."""
+EVERYTHING = {
+    "sites": ["rot_q", "rot_k", "v", "z", "pre_q", "pre_k"],
+    "output_weights": True,
+}
 
 
 @pytest.fixture(scope="session")
@@ -47,22 +51,40 @@ SMOLLM2_REFUSED = {
 }
 
 
-def _smollm2(folder: Path, model: Path, units: list[list[list[int]]], ranks: int) -> Captured:
+def _smollm2(folder: Path, model: Path, units: list[list[list[int]]], ranks: int) -> LiveCapture:
     engine = {**SMALL_STEPS, "tensor_parallel_size": ranks}
-    wanted = LiveCapture(str(folder), str(model), units, engine, reasons={"14": "left out"})
-    return capture_live([wanted])[0]
+    return LiveCapture(str(folder), str(model), units, engine, EVERYTHING, {"14": "left out"})
+
+
+def _going_on(folder: Path, model: Path, prompts: list[list[int]], ranks: int) -> LiveCapture:
+    engine = {**SMALL_STEPS, "tensor_parallel_size": ranks}
+    generation = {"generation": {"max_tokens": 4, "ignore_eos": True}}
+    return LiveCapture(str(folder), str(model), [prompts], engine, generation)
 
 
 @pytest.fixture(scope="session")
-def smollm2_1(tmp_path_factory, smollm2_dir, smollm2_units) -> Captured:
+def smollm2_on_1(tmp_path_factory, smollm2_dir, smollm2_units) -> list[Captured]:
+    """SmolLM2 in float32 on one rank: prompts read, and some continued."""
+    folder = tmp_path_factory.mktemp("smollm2-1")
+    return capture_live(
+        [
+            _smollm2(folder / "run", smollm2_dir, smollm2_units, 1),
+            _going_on(folder / "generated", smollm2_dir, smollm2_units[0], 1),
+        ]
+    )
+
+
+@pytest.fixture(scope="session")
+def smollm2_1(smollm2_on_1) -> Captured:
     """SmolLM2 in float32 on one rank."""
-    return _smollm2(tmp_path_factory.mktemp("smollm2-1") / "run", smollm2_dir, smollm2_units, 1)
+    return smollm2_on_1[0]
 
 
 @pytest.fixture(scope="session")
 def smollm2_3(tmp_path_factory, smollm2_dir, smollm2_units) -> Captured:
     """The same on three ranks: three of nine heads each, one of three kv heads."""
-    return _smollm2(tmp_path_factory.mktemp("smollm2-3") / "run", smollm2_dir, smollm2_units, 3)
+    folder = tmp_path_factory.mktemp("smollm2-3") / "run"
+    return capture_live([_smollm2(folder, smollm2_dir, smollm2_units, 3)])[0]
 
 
 @pytest.fixture(scope="session")
@@ -105,7 +127,9 @@ def tiny_qwen3_1(
         },
     }
     wanted = {
-        "plain": LiveCapture(str(folder / "plain"), model, tiny_units, SMALL_STEPS),
+        "plain": LiveCapture(
+            str(folder / "plain"), model, tiny_units, SMALL_STEPS, EVERYTHING, self_check=True
+        ),
         "preempted": LiveCapture(str(folder / "preempted"), model, tiny_units, short_of_cache),
         "ends": LiveCapture(
             str(folder / "ends"),
@@ -123,25 +147,61 @@ def tiny_qwen3_1(
             record_bits=True,
         ),
     }
+    wanted["probed"] = _probed(folder / "probed", tiny_qwen3_dir, tiny_units, 1, "norms")
+    wanted["failing probe"] = _probed(folder / "failing", tiny_qwen3_dir, tiny_units, 1, "fails")
     return dict(zip(wanted, capture_live(list(wanted.values())), strict=True))
 
 
+def _probed(
+    folder: Path, model: Path, units: list[list[list[int]]], ranks: int, name: str
+) -> LiveCapture:
+    engine = {**SMALL_STEPS, "tensor_parallel_size": ranks}
+    sites = ["z"] if name == "norms" else ["pre_q", "z", "proj_in"]
+    probe = {"sites": sites, "probe": f"tests.capture.sample_probe:{name}"}
+    return LiveCapture(str(folder), str(model), units, engine, probe)
+
+
 @pytest.fixture(scope="session")
-def tiny_qwen3_2(tmp_path_factory, tiny_qwen3_dir, tiny_units) -> Captured:
+def tiny_probed_1(tiny_qwen3_1) -> Captured:
+    """Tiny Qwen3 on one rank with a probe."""
+    return tiny_qwen3_1["probed"]
+
+
+@pytest.fixture(scope="session")
+def tiny_probed_2(tiny_qwen3_on_2) -> Captured:
+    """Tiny Qwen3 on two ranks with a probe."""
+    return tiny_qwen3_on_2[2]
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_on_2(tmp_path_factory, tiny_qwen3_dir, tiny_units) -> list[Captured]:
+    """Tiny Qwen3 on two ranks: prompts read, and some continued."""
+    folder = tmp_path_factory.mktemp("tiny-qwen3-2")
+    return capture_live(
+        [
+            _tiny_ranks(folder / "run", tiny_qwen3_dir, tiny_units, 2),
+            _going_on(folder / "generated", tiny_qwen3_dir, tiny_units[0], 2),
+            _probed(folder / "probed", tiny_qwen3_dir, tiny_units, 2, "norms"),
+        ]
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_2(tiny_qwen3_on_2) -> Captured:
     """Tiny Qwen3 on two ranks: four of eight heads each, one of two kv heads."""
-    return _tiny_ranks(tmp_path_factory, tiny_qwen3_dir, tiny_units, 2)
+    return tiny_qwen3_on_2[0]
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_4(tmp_path_factory, tiny_qwen3_dir, tiny_units) -> Captured:
     """Tiny Qwen3 on four ranks: each kv head is on two of them."""
-    return _tiny_ranks(tmp_path_factory, tiny_qwen3_dir, tiny_units, 4)
+    folder = tmp_path_factory.mktemp("tiny-qwen3-4") / "run"
+    return capture_live([_tiny_ranks(folder, tiny_qwen3_dir, tiny_units, 4)])[0]
 
 
-def _tiny_ranks(factory, model: Path, units: list[list[list[int]]], ranks: int) -> Captured:
-    folder = factory.mktemp(f"tiny-qwen3-{ranks}") / "run"
+def _tiny_ranks(folder: Path, model: Path, units: list[list[list[int]]], ranks: int) -> LiveCapture:
     engine = {**SMALL_STEPS, "tensor_parallel_size": ranks}
-    return capture_live([LiveCapture(str(folder), str(model), units, engine)])[0]
+    return LiveCapture(str(folder), str(model), units, engine, EVERYTHING)
 
 
 GENERATED_TOKENS = 6

@@ -26,6 +26,8 @@ class LayerReference:
     v_KTD: np.ndarray | None
     z_HTD: np.ndarray
     pattern_HTT: np.ndarray | None
+    pre_q_HTD: np.ndarray | None = None
+    pre_k_KTD: np.ndarray | None = None
 
     def site(self, name: str) -> np.ndarray | None:
         return {
@@ -34,6 +36,8 @@ class LayerReference:
             "v": self.v_KTD,
             "z": self.z_HTD,
             "pattern": self.pattern_HTT,
+            "pre_q": self.pre_q_HTD,
+            "pre_k": self.pre_k_KTD,
         }[name]
 
 
@@ -55,6 +59,10 @@ class HFReference:
         ).eval()
         self._records: list[LayerReference] = []
         self._restore: list[Any] = []
+        self.block_outputs: list[np.ndarray] = []
+        """After `layers`: what each layer's attention block added, [T, hidden]."""
+        self._projected: dict[str, Any] = {}
+        self._watch_projections()
         names = sys.modules[type(self.model).__module__]
         if hasattr(names, "eager_attention_forward"):
             self._record_function(names)
@@ -77,12 +85,36 @@ class HFReference:
                     value[0].numpy().copy(),
                     output[0].transpose(0, 1).numpy().copy(),
                     weights[0].numpy().copy(),
+                    self._before("q_proj", query.shape[-1]),
+                    self._before("k_proj", query.shape[-1]),
                 )
             )
             return output, weights
 
         names.eager_attention_forward = recording
         self._restore.append(lambda: setattr(names, "eager_attention_forward", original))
+
+    def _watch_projections(self) -> None:
+        def keep(name: str) -> Any:
+            def hook(module: Any, args: Any, output: Any) -> None:
+                if name == "o_proj":
+                    self.block_outputs.append(output[0].detach().numpy().copy())
+                else:
+                    self._projected[name] = output[0].detach()
+
+            return hook
+
+        for path, module in self.model.named_modules():
+            name = path.rpartition(".")[2]
+            if name in ("q_proj", "k_proj", "o_proj"):
+                self._restore.append(module.register_forward_hook(keep(name)).remove)
+
+    def _before(self, name: str, size: int) -> np.ndarray | None:
+        """Return what a projection of the current layer gave, [H, T, D]."""
+        given = self._projected.pop(name, None)
+        if given is None:
+            return None
+        return given.view(given.shape[0], -1, size).transpose(0, 1).numpy().copy()
 
     def _record_modules(self, implementation: str) -> None:
         heads = self.model.config.num_attention_heads
@@ -109,6 +141,7 @@ class HFReference:
     def layers(self, token_ids: list[int] | np.ndarray) -> list[LayerReference]:
         """Run one prompt alone and return what each layer's attention saw and gave, in order."""
         self._records.clear()
+        self.block_outputs.clear()
         ids = torch.tensor([[int(token) for token in token_ids]])
         with torch.no_grad():
             self.model(ids, use_cache=False)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class LiveCapture:
     """Prompt number over all units -> why it must not run."""
     alone: bool = False
     """One unit after the other, each with nothing else in the engine."""
+    self_check: bool = False
+    """Run the self-check first, as it is and with a scale that is not the model's."""
     record_bits: bool = False
     """Record what the attention modules see by torch hooks, beside the capture (one rank)."""
 
@@ -55,6 +57,8 @@ class Captured:
     results: list[dict[str, Any]]
     staged_rows: list[float]
     """Rows that each rank staged, recomputed ones included."""
+    checks: tuple[Any, ...] = ()
+    """The self-check's figures, and the message of the one that had to fail."""
     error: str | None = None
     """Why the engine could not capture, where it could not."""
 
@@ -101,7 +105,9 @@ def capture_live(
 
 def _captured(item: LiveCapture) -> Captured:
     body = json.loads((Path(item.out) / "captured.json").read_text())
-    return Captured(item, body["results"], body["staged_rows"], body["error"])
+    return Captured(
+        item, body["results"], body["staged_rows"], tuple(body["checks"]), body["error"]
+    )
 
 
 def run_capture(wanted: LiveCapture) -> None:
@@ -119,6 +125,7 @@ def run_capture(wanted: LiveCapture) -> None:
     )
     try:
         _write_manifests(wanted, engine.facts.model)
+        checks = _self_checks(engine, wanted) if wanted.self_check else []
         recorder = _BitRecorder(engine) if wanted.record_bits else None
         results = []
         for number, task in enumerate(_tasks(wanted)):
@@ -133,7 +140,38 @@ def run_capture(wanted: LiveCapture) -> None:
     finally:
         engine.shutdown()
     results = [asdict(result) for result in results]
-    _leave(wanted, {"results": results, "staged_rows": staged, "error": None})
+    body = {"results": results, "staged_rows": staged, "checks": checks, "error": None}
+    _leave(wanted, body)
+
+
+def _self_checks(engine: Any, wanted: LiveCapture) -> list[Any]:
+    from capture.errors import SelfCheckFailed
+    from capture.self_check import self_check
+    from capture.settings import StoreLocation
+
+    class WrongScale:
+        """The engine, but with layer 1 said to scale twice as much as it does."""
+
+        def __init__(self) -> None:
+            model = engine.facts.model
+            layers = [
+                layer.model_copy(update={"scale": 2 * layer.scale}) if layer.layer == 1 else layer
+                for layer in model.layers
+            ]
+            self.facts = replace(engine.facts, model=model.model_copy(update={"layers": layers}))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+    prompts = [np.asarray(ids, np.int32) for ids in wanted.units[0]]
+    location = StoreLocation(wanted.out)
+    figures = self_check(engine, prompts, location, wanted.model)
+    try:
+        self_check(WrongScale(), prompts, location, wanted.model)
+    except SelfCheckFailed as error:
+        engine.reopen(location)
+        return [figures.to_json(), str(error)]
+    return [figures.to_json(), "it passed"]
 
 
 def _leave(wanted: LiveCapture, body: dict[str, Any]) -> None:
@@ -252,7 +290,8 @@ def main() -> None:
             run_capture(item)
         except Exception:  # noqa: BLE001
             # Policy: one family's failure is told with its result and does not stop the others.
-            _leave(item, {"results": [], "staged_rows": [], "error": traceback.format_exc()})
+            told = traceback.format_exc()
+            _leave(item, {"results": [], "staged_rows": [], "checks": [], "error": told})
 
 
 if __name__ == "__main__":

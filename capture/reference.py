@@ -1,0 +1,58 @@
+"""What transformers' eager attention makes of a prompt, where a checkpoint is small and at hand.
+
+Public calls of transformers only, in float32 on the CPU. It is a witness, not the truth: some of
+its implementations differ from the models' own (docs/models.md), and those are left out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+MAX_CHECKPOINT_BYTES = 1 << 30
+_WEIGHTS = ("*.safetensors", "*.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePatterns:
+    """Patterns by layer number, [heads, T, T] each; or why there are none."""
+
+    by_layer: dict[int, np.ndarray]
+    why_not: str = ""
+
+
+def reference_patterns(
+    model: str, token_ids: np.ndarray, layers: Sequence[int]
+) -> ReferencePatterns:
+    """Return the eager patterns of these layers of a local checkpoint of at most 1 GiB."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return ReferencePatterns({}, "the model is not a local folder")
+    size = sum(file.stat().st_size for name in _WEIGHTS for file in folder.glob(name))
+    if not 0 < size <= MAX_CHECKPOINT_BYTES:
+        return ReferencePatterns({}, f"the checkpoint has {size} bytes of weights")
+    try:
+        loaded = _load(folder)
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        return ReferencePatterns({}, f"transformers does not load it: {error}")
+    if getattr(loaded.config, "alibi", False):
+        return ReferencePatterns({}, "transformers' eager implementation adds ALiBi twice")
+    ids = torch.tensor([[int(token) for token in token_ids]])
+    with torch.no_grad():
+        shown = loaded(ids, output_attentions=True, use_cache=False).attentions or ()
+    if not shown or any(number >= len(shown) or shown[number] is None for number in layers):
+        return ReferencePatterns({}, "its implementation in transformers shows no patterns")
+    return ReferencePatterns({n: shown[n][0].float().numpy().copy() for n in layers})
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()

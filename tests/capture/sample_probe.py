@@ -1,0 +1,23 @@
+"""Probes as a user would write them, for the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def norms(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
+    """Each head's output norm, and z with its layer's number added, in another type."""
+    assert sum(span.num_rows for span in spans) == z.shape[0]
+    return {"z_norm": z.float().norm(dim=-1), "z_plus_layer": (z + layer).half()}
+
+
+def fails(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
+    """Raise on the first step that is longer than the trial, at layer 1."""
+    if layer == 1 and z.shape[0] > 3:
+        raise ArithmeticError("this probe does not like layer 1")
+    return {"zero": z[..., 0] * 0}
+
+
+def wrong_rows(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
+    """Return one number for the whole step."""
+    return {"mean": z.mean()}

@@ -1,0 +1,65 @@
+"""A user's probe runs on the ranks, and its tensors are sites of the run."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from capture.attention_layers import LocalLayer
+from capture.errors import ProbeError
+from capture.probe import Probe
+from capture.rows import Span
+from tests.capture import sample_probe
+from tests.capture.live_capture import Captured
+
+LAYER = LocalLayer(0, "attn", 4, 2, 8, 8, 1.0, None, None, None, None)
+
+
+def make(name: str) -> Probe:
+    path = f"tests.capture.sample_probe:{name}"
+    return Probe(path, LAYER, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_probe_returns_is_read_like_any_site(ranks: int, request) -> None:
+    captured: Captured = request.getfixturevalue(f"tiny_probed_{ranks}")
+    assert {result["error"] for result in captured.results} == {None}
+    run = captured.run
+    assert set(run.sites) == {"z", "z_norm", "z_plus_layer"}
+    for prompt in run.prompts["prompt_id"].to_pylist():
+        z = run.read("z", prompt=prompt)
+        norm, plus = run.read("z_norm", prompt=prompt), run.read("z_plus_layer", prompt=prompt)
+        assert norm.dims == z.dims
+        assert norm.dtype == np.float32
+        assert plus.dtype == np.float16
+        want = np.linalg.norm(z.values, axis=-1, keepdims=True)
+        np.testing.assert_allclose(norm.values, want, rtol=1e-5)
+        added = z.values + np.asarray(run.layers)[:, None, None, None]
+        np.testing.assert_allclose(plus.values, added, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.engine
+def test_a_probe_that_raises_fails_its_units_with_its_traceback(tiny_qwen3_1) -> None:
+    results = tiny_qwen3_1["failing probe"].results
+    assert {result["status"] for result in results} == {"failed"}
+    assert all("ArithmeticError: this probe does not like layer 1" in r["error"] for r in results)
+    assert all("sample_probe.py" in result["error"] for result in results)
+
+
+def test_a_probe_that_cannot_be_used_is_refused_at_the_start() -> None:
+    with pytest.raises(ProbeError, match="not \\[rows, local heads\\]"):
+        make("wrong_rows")
+    with pytest.raises(ProbeError, match="cannot be imported"):
+        make("no_such_probe")
+
+
+def test_a_probe_that_changes_its_answer_is_an_error() -> None:
+    probe = make("norms")
+    rows = [torch.zeros(5, heads, 8) for heads in (4, 2, 2, 4)]
+    spans = [Span(None, 0, 0, 5)]
+    assert [tuple(x.shape) for x in probe(0, rows, spans)] == [(5, 4, 1), (5, 4, 8)]
+    probe._function = sample_probe.fails
+    with pytest.raises(ProbeError, match="z_norm at layer 0"):
+        probe(0, rows, spans)

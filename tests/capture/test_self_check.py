@@ -1,0 +1,41 @@
+"""The self-check measures a few prompts on the real engine, and stops what is not right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from capture.reference import reference_patterns
+
+pytestmark = pytest.mark.engine
+
+
+def test_the_figures_are_those_of_float_noise(tiny_qwen3_1) -> None:
+    figures, _ = tiny_qwen3_1["plain"].checks
+    assert figures["prompts"] == 4
+    assert figures["tokens"] == 33 + 1 + 48 + 8
+    assert 0 <= figures["batched"] < 1e-5
+    assert 0 < figures["mixed"] < 1e-5
+    assert "layer" in figures["batched_at"]
+    assert 0 < figures["reference"] < 1e-5
+    assert "head" in figures["reference_at"]
+
+
+def test_a_checkpoint_that_transformers_cannot_show_says_why(tmp_path) -> None:
+    ids = np.arange(4)
+    assert "not a local folder" in reference_patterns("some/hub-name", ids, [0]).why_not
+    assert "0 bytes" in reference_patterns(str(tmp_path), ids, [0]).why_not
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    assert "does not load" in reference_patterns(str(tmp_path), ids, [0]).why_not
+
+
+def test_a_pattern_that_is_not_the_models_stops_the_run(tiny_qwen3_1) -> None:
+    _, message = tiny_qwen3_1["plain"].checks
+    assert "z is not the rebuilt pattern times v" in message
+    assert "layer 1, head" in message
+
+
+def test_the_run_itself_holds_nothing_of_the_check(tiny_qwen3_1) -> None:
+    captured = tiny_qwen3_1["plain"]
+    attempts = [commit.attempt for commit in map(captured.run._index.commit, range(3))]
+    assert attempts == ["a0", "a1", "a2"]
