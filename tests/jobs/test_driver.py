@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 import jobs.driver
+import jobs.owner
 import jobs.ray_pool
+import jobs.watch
 import jobs.worker
 from jobs.config import RunConfig
 from jobs.errors import (
@@ -24,6 +26,7 @@ from jobs.errors import (
     RunStopped,
     SourceError,
 )
+from jobs.owner import RunOwner
 from jobs.snapshots import SnapshotKeeper
 from jobs.status import read_status
 from store.commit import committed_units, read_commit
@@ -258,3 +261,45 @@ def test_a_run_killed_while_planning_is_planned_anew(
     config = make_config(repeated, prompts={"id_column": None})
     assert drive(config).exit_code is ExitCode.DONE
     assert set(statuses(config)) == {"p0", "p1"}
+
+
+def test_a_cluster_without_a_node_left_ends_the_run_at_once_to_be_run_again(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jobs.watch, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(LocalPool, "has_nodes", lambda _pool: False)
+    config = make_config(write_prompts(TEXTS))
+    with pytest.raises(RunInterrupted, match="no node of the Ray cluster is left"):
+        drive(config)
+    monkeypatch.setattr(LocalPool, "has_nodes", lambda _pool: True)
+    assert drive(config).exit_code is ExitCode.DONE
+    assert set(statuses(config).values()) == {("stored", None)}
+
+
+def test_a_driver_that_was_taken_over_drains_and_says_by_whom(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    faults: Callable[..., Path],
+) -> None:
+    faults(seconds=0.05)
+    monkeypatch.setattr(jobs.watch, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(jobs.owner, "BEAT_SECONDS", 0.05)
+    config = make_config(write_prompts(TEXTS * 5))
+    taken: list[RunOwner] = []
+
+    def take(event: str, **_fields: object) -> None:
+        if event == "committed" and not taken:
+            taken.append(RunOwner.claim(open_store(config.output), take_over=True))
+
+    drive.also = take
+    with pytest.raises(RunInterrupted, match="took this run over"):
+        drive(config)
+    taken[0].release()
+    status = read_status(open_store(config.output))
+    assert 0 < status.units_committed < status.units_planned
+    assert len(drive.events("assigned")) == status.units_committed
