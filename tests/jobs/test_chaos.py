@@ -26,6 +26,7 @@ TEXTS = [f"prompt number {i} looks back at what came before it" for i in range(4
 TP2: dict[str, Any] = {"tensor_parallel_size": 2, **SLOW}
 
 
+@pytest.mark.chaos
 def test_a_killed_rank_takes_its_worker_along_and_nothing_is_lost(
     engine_config: Configs, tmp_path: Path
 ) -> None:
@@ -69,6 +70,7 @@ def test_a_killed_driver_leaves_nothing_running_and_running_again_goes_on(
     assert_complete(tmp_path / "run")
 
 
+@pytest.mark.chaos
 def test_sigterm_ends_with_75_after_what_was_in_flight(
     engine_config: Configs, tmp_path: Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_second_driver_is_told_and_one_that_takes_over_wins(
     assert_complete(tmp_path / "run")
 
 
+@pytest.mark.chaos
 def test_a_poison_prompt_is_the_only_one_lost(engine_config: Configs, tmp_path: Path) -> None:
     records = [{"id": f"p{i}", "text": text} for i, text in enumerate(TEXTS[:40])]
     records[17]["text"] = "poison " * 20

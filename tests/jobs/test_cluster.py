@@ -42,6 +42,7 @@ def cluster() -> Iterator[Any]:
         made.shutdown()
 
 
+@pytest.mark.chaos
 def test_a_killed_node_costs_its_units_nothing_and_the_other_node_goes_on(
     cluster: Any, engine_config: Configs, tmp_path: Path
 ) -> None:
@@ -140,6 +141,7 @@ def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
         made.shutdown()
 
 
+@pytest.mark.chaos
 def test_submitting_twice_finds_the_job_at_work_and_later_resumes_under_a_new_id(
     dashboard: tuple[str, str], engine_config: Configs, tmp_path: Path
 ) -> None:
