@@ -127,21 +127,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             {**_GROUPED, "attention_multiplier": 0.4, "residual_multiplier": 0.5},
             in_ci=True,
         ),
-        "afmoe": Family(
-            "gated: W_O's input (proj_in) is not z; QK-norm, windows, some layers without rotary",
-            {
-                **_GROUPED,
-                "num_hidden_layers": 3,
-                "num_dense_layers": 3,
-                "head_dim": 32,
-                "sliding_window": 12,
-                "layer_types": _WINDOWS,
-                "num_experts": 4,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": 64,
-            },
-            in_ci=True,
-        ),
         "gpt2": Family(
             "learned positions, every head its own keys",
             {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
