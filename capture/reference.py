@@ -1,7 +1,7 @@
 """What transformers' eager attention makes of a prompt, where a checkpoint is small and at hand.
 
 Public calls of transformers only, in float32 on the CPU. It is a witness, not the truth: some of
-its implementations differ from the models' own (docs/models.md), and those are left out here.
+its implementations differ from the models' own (`make models` lists them), and those are left out.
 """
 
 from __future__ import annotations
