@@ -58,7 +58,16 @@ class ScriptedEngine:
 
 
 def start(folder: Path, buffer_bytes: int, positions: Positions) -> CaptureEngine:
-    rank = RankFacts(0, (), {"z": (0,)}, 10, 0, 0, 0)
+    rank = RankFacts(
+        rank=0,
+        layers=(),
+        heads={"z": (0,)},
+        probes=(),
+        bytes_per_row=10,
+        host_bytes=0,
+        device_bytes=0,
+        max_step_rows=0,
+    )
     settings = CaptureSettings(sites=(Site.Z,), buffer_bytes=buffer_bytes, positions=positions)
     shape = CaptureShape("00" * 8, "float32", (LAYER,), settings, (rank,))
     return CaptureEngine(ScriptedEngine(), shape, StoreLocation(str(folder)))  # type: ignore[arg-type]
