@@ -25,7 +25,7 @@ from tests.store.soak_worker import LENGTHS, SHAPE, values_of
 
 SECONDS = float(os.environ.get("ATTNSTORE_SOAK_SECONDS", "8"))
 WORKERS = 3
-UNITS_PER_SECOND = 40
+UNITS_PER_SECOND = 80
 FINISH_SECONDS = 120 + 4 * SECONDS
 
 
@@ -52,7 +52,7 @@ def test_kills_and_races(tmp_path, kind, request):
     deadline = time.monotonic() + SECONDS
     try:
         while time.monotonic() < deadline and len(committed_units(objects)) < units:
-            time.sleep(chance.uniform(0.2, 2.5))
+            time.sleep(chance.uniform(0.2, 1.2))
             victim = chance.randrange(WORKERS)
             kills += workers[victim].poll() is None
             workers[victim].kill()
@@ -62,8 +62,7 @@ def test_kills_and_races(tmp_path, kind, request):
                 write_snapshot(objects, RUN_ID)
             if chance.random() < 0.3:
                 collect_garbage(objects, delete=True)
-        # A fast machine may finish the units before a third strike; `make soak` has time for many.
-        assert kills >= (1 if SECONDS < 60 else 3)
+        assert kills >= 3
         for worker in workers:
             assert worker.wait(FINISH_SECONDS) == 0
     finally:
