@@ -5,7 +5,9 @@
 Each measurement is set against the same engine with capture switched off; best of `--repeats`.
 
 staged      every wanted row of every layer reaches host memory and is dropped there
-end to end  prompts go in as units and come out as committed units of a run under DIR
+end to end  prompts go in as units and come out as committed units of a run under DIR; `phases`
+            tells the time until writing began (ramp), how fast files grew from then until the
+            engine was done (steady), and the time from there to the last commit (drain)
 writers     the same number of plain threads write files of 64 MiB with fsync under DIR
 
 MODEL is a checkpoint folder; with `--load-format dummy` its config and a tokenizer are enough.
@@ -32,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
 
+from benchmarks.run_folder import RunFolder  # noqa: E402
 from capture.engine import CaptureEngine  # noqa: E402
 from capture.rows import UnitLayout  # noqa: E402
 from capture.settings import (  # noqa: E402
@@ -59,6 +62,8 @@ class Measurement:
     gigabytes_per_second: float = 0.0
     where: str = ""
     timings: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
+    """End to end only: seconds, except where a name says otherwise."""
 
     @property
     def ratio(self) -> float:
@@ -69,7 +74,19 @@ class Measurement:
         shown += f"{self.tokens_per_second:>9,.0f} tok/s, ratio {self.ratio:.3f}"
         if self.gigabytes_per_second:
             shown += f", {self.gigabytes_per_second:.2f} GB/s"
-        return shown + (f"  {_rounded(self.timings)}" if self.timings else "")
+        for figures in (self.phases, self.timings):
+            shown += f"\n            {_rounded(figures)}" if figures else ""
+        return shown
+
+
+@dataclass(frozen=True, slots=True)
+class EndToEnd:
+    """One committed run. `phases` and `timings` as in `Measurement`."""
+
+    tokens_per_second: float
+    gigabytes_per_second: float
+    phases: dict[str, float]
+    timings: dict[str, float]
 
 
 class Bench:
@@ -145,22 +162,34 @@ class Bench:
                 time.sleep(0.0005)
         return time.perf_counter() - started
 
-    def end_to_end(
-        self, length: int, count: int, folder: str
-    ) -> tuple[float, float, dict[str, float]]:
-        """Return tokens/s, stored GB/s and timings of a committed run of `count` prompts."""
-        best: tuple[float, float, dict[str, float]] = (0.0, 0.0, {})
-        for attempt in range(self.options.repeats):
-            run = Path(folder) / f"attnstore-bench-{os.getpid()}-{attempt}"
-            self.capture.reopen(StoreLocation(str(run)))
-            tasks = self._units(length, count)
+    def end_to_end(self, length: int, count: int, folder: str) -> EndToEnd:
+        """Return the best of `--repeats` committed runs of `count` prompts."""
+        runs = [self._committed_run(length, count, folder) for _ in range(self.options.repeats)]
+        return max(runs, key=lambda run: run.tokens_per_second)
+
+    def _committed_run(self, length: int, count: int, folder: str) -> EndToEnd:
+        run = Path(folder) / f"attnstore-bench-{os.getpid()}"
+        shutil.rmtree(run, ignore_errors=True)
+        self.capture.reopen(StoreLocation(str(run)))
+        tasks = self._units(length, count)
+        watched = RunFolder(run, self.options.keep_bytes)
+        try:
             started = time.perf_counter()
-            stored, timings = self._run(tasks)
-            seconds = time.perf_counter() - started
-            shutil.rmtree(run, ignore_errors=True)
-            if length * count / seconds > best[0]:
-                best = (length * count / seconds, stored / seconds / 1e9, timings)
-        return best
+            stored, computed, written, timings = self._run(tasks, watched)
+            ended = time.perf_counter()
+        finally:
+            watched.close()
+        begun = min(watched.first_write or computed, computed)
+        phases = {
+            "ramp": begun - started,
+            "steady": computed - begun,
+            "steady_gb_per_s": written / max(computed - begun, 1e-9) / 1e9,
+            "drain": ended - computed,
+            "deleted_gb": watched.deleted_bytes / 1e9,
+            "waited_for_deletion": watched.waited_seconds,
+        }
+        seconds = ended - started
+        return EndToEnd(length * count / seconds, stored / seconds / 1e9, phases, timings)
 
     def _units(self, length: int, count: int) -> list[UnitTask]:
         per_unit = max(1, self.options.unit_tokens // length)
@@ -171,21 +200,31 @@ class Bench:
             tasks.append(UnitTask(unit, "bench", first, chosen))
         return tasks
 
-    def _run(self, tasks: list[UnitTask]) -> tuple[int, dict[str, float]]:
+    def _run(
+        self, tasks: list[UnitTask], watched: RunFolder
+    ) -> tuple[int, float, int, dict[str, float]]:
+        """Return bytes stored, when the last forward pass ended, bytes written by then, timings."""
         waiting, stored = list(reversed(tasks)), 0
         before = self.engine.call("capture_timings")[0]
         timings: dict[str, float] = {}
+        computed, written, busy = time.perf_counter(), 0, False
         while waiting or self.capture.in_flight:
             while waiting and self.capture.in_flight < self.options.units_in_flight:
                 self.capture.admit(waiting.pop())
-            for result in self.capture.advance():
+            results = self.capture.advance()
+            was_busy, busy = busy, self.engine.busy
+            if was_busy and not busy and not waiting:
+                computed, written = time.perf_counter(), watched.written_bytes()
+            for result in results:
                 if result.error is not None:
                     raise SystemExit(result.error)
                 stored += result.bytes
+                watched.committed(result.unit, result.bytes)
                 for stage, seconds in result.timings.items():
                     timings[stage] = timings.get(stage, 0.0) + seconds
         after = self.engine.call("capture_timings")[0]
-        return stored, {**timings, **{name: after[name] - before[name] for name in after}}
+        timings |= {name: after[name] - before[name] for name in after}
+        return stored, computed, written, timings
 
 
 def plain_writers(folder: str, threads: int, total_bytes: int, kept_bytes: int) -> float:
@@ -245,14 +284,20 @@ def main() -> None:
         plain = bench.plain(length, count)
         volume = count * length * facts.bytes_per_token
         written = min(volume, options.writers_bytes)
+        kept = min(volume, options.keep_bytes or volume)
         # The best of several: a machine's memory may have to grow at the first.
         writers[folder] = max(
-            plain_writers(folder, options.threads * options.tp, written, volume)
+            plain_writers(folder, options.threads * options.tp, written, kept)
             for _ in range(options.repeats)
         )
         print(f"writers     {folder:<16} {writers[folder]:.2f} GB/s", flush=True)
-        rate, speed, timings = bench.end_to_end(length, count, folder)
-        add(Measurement("end to end", length, count, rate, plain, speed, folder, timings))
+        run = bench.end_to_end(length, count, folder)
+        rate, speed = run.tokens_per_second, run.gigabytes_per_second
+        add(
+            Measurement(
+                "end to end", length, count, rate, plain, speed, folder, run.timings, run.phases
+            )
+        )
         print(f"            over plain writers: {speed / writers[folder]:.3f}", flush=True)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"largest resident memory {memory / 1e9:.2f} GB", flush=True)
@@ -287,6 +332,12 @@ def _options() -> argparse.Namespace:
     add("--run-in", action="append", default=[], help="folder for end to end; may be repeated")
     add("--run-length", type=int, default=512)
     add("--run-tokens", type=int, default=16_384)
+    add(
+        "--keep-bytes",
+        type=int,
+        help="delete committed units beyond so much while a run goes on; it, what is in flight and "
+        "as much again may lie there",
+    )
     add("--unit-tokens", type=int, default=4096)
     add("--units-in-flight", type=int, default=2)
     add("--step-tokens", type=int, default=2048)
