@@ -41,22 +41,35 @@ class LayerReference:
         }[name]
 
 
+def _values(tensor: torch.Tensor) -> np.ndarray:
+    """Return a copy as float32 on the host."""
+    return tensor.detach().float().cpu().numpy().copy()
+
+
 class HFReference:
-    """A checkpoint in transformers, float32, with a recorder around its attention.
+    """A checkpoint in transformers with a recorder around its attention.
 
     Most families call one module-level function with q, k and v; the older ones (BLOOM, Falcon)
     compute inside the module, where z is the input of its `dense` and q, k and v do not show.
     """
 
     def __init__(
-        self, model_dir: Path | str, implementation: str = "eager", **settings: Any
+        self,
+        model_dir: Path | str,
+        implementation: str = "eager",
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        **settings: Any,
     ) -> None:
         """Load a checkpoint; `settings` replace settings of its config."""
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(
-            str(model_dir), dtype=torch.float32, attn_implementation=implementation, **settings
-        ).eval()
+            str(model_dir), dtype=dtype, attn_implementation=implementation, **settings
+        )
+        self.model.eval().to(device)
+        self._device = device
         self._records: list[LayerReference] = []
         self._restore: list[Any] = []
         self.block_outputs: list[np.ndarray] = []
@@ -80,11 +93,11 @@ class HFReference:
                 query = query / query.shape[-1] ** -0.5
             self._records.append(
                 LayerReference(
-                    query[0].numpy().copy(),
-                    key[0].numpy().copy(),
-                    value[0].numpy().copy(),
-                    output[0].transpose(0, 1).numpy().copy(),
-                    weights[0].numpy().copy(),
+                    _values(query[0]),
+                    _values(key[0]),
+                    _values(value[0]),
+                    _values(output[0].transpose(0, 1)),
+                    _values(weights[0]),
                     self._before("q_proj", query.shape[-1]),
                     self._before("k_proj", query.shape[-1]),
                 )
@@ -98,7 +111,7 @@ class HFReference:
         def keep(name: str) -> Any:
             def hook(module: Any, args: Any, output: Any) -> None:
                 if name == "o_proj":
-                    self.block_outputs.append(output[0].detach().numpy().copy())
+                    self.block_outputs.append(_values(output[0]))
                 else:
                     self._projected[name] = output[0].detach()
 
@@ -114,7 +127,7 @@ class HFReference:
         given = self._projected.pop(name, None)
         if given is None:
             return None
-        return given.view(given.shape[0], -1, size).transpose(0, 1).numpy().copy()
+        return _values(given.view(given.shape[0], -1, size).transpose(0, 1))
 
     def _record_modules(self, implementation: str) -> None:
         heads = self.model.config.num_attention_heads
@@ -125,10 +138,8 @@ class HFReference:
 
         def after_attention(module: Any, args: Any, output: Any) -> None:
             shown = implementation == "eager" and output[1] is not None
-            pattern = output[1][0].numpy().copy() if shown else None
-            self._records.append(
-                LayerReference(None, None, None, inputs.pop().numpy().copy(), pattern)
-            )
+            pattern = _values(output[1][0]) if shown else None
+            self._records.append(LayerReference(None, None, None, _values(inputs.pop()), pattern))
 
         for _, module in self.model.named_modules():
             if type(module).__name__.endswith("Attention") and hasattr(module, "dense"):
@@ -142,7 +153,7 @@ class HFReference:
         """Run one prompt alone and return what each layer's attention saw and gave, in order."""
         self._records.clear()
         self.block_outputs.clear()
-        ids = torch.tensor([[int(token) for token in token_ids]])
+        ids = torch.tensor([[int(token) for token in token_ids]], device=self._device)
         with torch.no_grad():
             self.model(ids, use_cache=False)
         return list(self._records)
