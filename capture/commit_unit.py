@@ -196,7 +196,8 @@ def _rank_objects(
             if proved != (expected if writes else 0):
                 raise RowsMissing(
                     f"unit {layout.unit}: rank {rank.rank} proved {proved} rows of {site.name} "
-                    f"over {len(shape.layers)} layers, {expected} were due"
+                    f"over {len(shape.layers)} layers, {expected} were due",
+                    rank.rank,
                 )
         records += report.objects
     return records

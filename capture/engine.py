@@ -129,6 +129,11 @@ class CaptureEngine:
         return self._engine
 
     @property
+    def lost_rank(self) -> int | None:
+        """The rank whose process died by itself, which is what an engine of several dies of."""
+        return self._engine.lost_rank
+
+    @property
     def in_flight(self) -> int:
         """Units admitted and not yet reported."""
         return len(self._units) + len(self._waiting)
@@ -325,7 +330,8 @@ class CaptureEngine:
         reports = [unit.reports[rank] for rank in sorted(unit.reports)]
         timings = _summed(reports)
         seconds = time.monotonic() - unit.started
-        error = next((report.error for report in reports if report.error is not None), None)
+        failed = next((report for report in reports if report.error is not None), None)
+        error, rank = (failed.error, failed.rank) if failed is not None else (None, None)
         if error is None:
             try:
                 result, commit = commit_captured_unit(
@@ -338,9 +344,9 @@ class CaptureEngine:
                     timings,
                     said=unit.said,
                 )
-            except Exception:  # noqa: BLE001
+            except Exception as refused:  # noqa: BLE001
                 # Policy: an attempt that cannot be committed has failed; the driver decides.
-                error = traceback.format_exc()
+                error, rank = traceback.format_exc(), getattr(refused, "rank", None)
             else:
                 return UnitResult(
                     unit=task.unit,
@@ -358,6 +364,7 @@ class CaptureEngine:
             attempt=task.attempt,
             status=UnitStatus.FAILED,
             error=error,
+            rank=rank,
             seconds=seconds,
             timings=timings,
         )

@@ -26,6 +26,11 @@ class AdapterMismatch(CaptureError, RuntimeError):
 class RowsMissing(CaptureError, RuntimeError):
     """A unit's rows are not all there exactly once; it must not be committed."""
 
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        """`rank` is whose rows they are, where they are one rank's."""
+        super().__init__(message)
+        self.rank = rank
+
 
 class CaptureStalled(CaptureError, TimeoutError):
     """Staged rows were not written away in time."""

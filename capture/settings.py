@@ -159,6 +159,8 @@ class UnitResult:
     attempt: str
     status: UnitStatus
     error: str | None = None
+    rank: int | None = None
+    """The rank that the error comes from, where it is one rank's."""
     stored: int = 0
     failed: int = 0
     tokens: int = 0

@@ -8,11 +8,10 @@ from itertools import islice
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from jobs.cli_shared import JsonOption, RunArgument, StoreOption, opened, told
+from jobs.cli_shared import JsonOption, RunArgument, StoreOption, opened, print_facts, told
 from jobs.errors import ExitCode
+from store.byte_count import human_bytes
 
 
 def status(
@@ -101,7 +100,6 @@ def gc(
 ) -> None:
     """List what nothing refers to any more: lost attempts, old snapshots, left-over files."""
     from jobs.prepare import read_manifest
-    from jobs.progress import human_bytes
     from store.gc import collect_garbage
 
     with told():
@@ -126,16 +124,13 @@ def gc(
 
 
 def _print_status(run_url: str, found: Any) -> None:
-    from jobs.progress import human_bytes
-
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("run", run_url)
     quarantined = f", {found.units_quarantined} quarantined" if found.units_quarantined else ""
-    table.add_row("units", f"{found.units_committed} of {found.units_planned}{quarantined}")
-    table.add_row(
-        "prompts",
-        f"{found.prompts_stored} of {found.prompts_planned} stored, {found.prompts_failed} failed, "
-        f"{found.prompts_skipped} skipped",
+    missing = f"{found.prompts_failed} failed, {found.prompts_skipped} skipped"
+    print_facts(
+        [
+            ("run", run_url),
+            ("units", f"{found.units_committed} of {found.units_planned}{quarantined}"),
+            ("prompts", f"{found.prompts_stored} of {found.prompts_planned} stored, {missing}"),
+            ("bytes", human_bytes(found.bytes)),
+        ]
     )
-    table.add_row("bytes", human_bytes(found.bytes))
-    Console().print(table)

@@ -6,11 +6,10 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from jobs.cli_shared import ConfigArgument, JsonOption, SetOption, told
+from jobs.cli_shared import ConfigArgument, JsonOption, SetOption, print_facts, told
 from jobs.errors import ConfigError
+from store.byte_count import human_bytes
 
 
 def run(
@@ -58,7 +57,7 @@ def run(
     from jobs.dry_run import preview
     from jobs.estimate import Rates
     from jobs.event_log import EventLog
-    from jobs.progress import human_bytes, progress_view
+    from jobs.progress import progress_view
 
     with told():
         settings = load_config(config, overrides)
@@ -71,13 +70,14 @@ def run(
             )
             _print_estimate(preview(settings, rates), as_json=as_json)
             return
+        log = EventLog(as_json=as_json, every_unit=log_units)
         outcome = run_job(
             settings,
             RunOptions(
                 extend=extend, take_over=take_over, repair=repair, deep=deep, verbose=verbose
             ),
-            EventLog(as_json=as_json, every_unit=log_units),
-            lambda: progress_view(as_json=as_json),
+            log,
+            lambda: progress_view(log),
         )
         status = outcome.status
         if as_json:
@@ -153,23 +153,23 @@ def manifest(
 
 
 def _print_estimate(found: Any, *, as_json: bool) -> None:
-    from jobs.progress import human_bytes, human_seconds
+    from jobs.progress import human_seconds
 
     if as_json:
         typer.echo(json.dumps(found.as_json()))
         return
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     unusable = f", {found.unusable} of them cannot be captured" if found.unusable else ""
-    table.add_row("prompts", f"{found.prompts}{unusable}")
-    table.add_row("tokens", f"{found.tokens} in {found.units} units")
-    for site, count in found.site_bytes.items():
-        table.add_row(f"raw {site}", f"{count} ({human_bytes(count)})")
-    table.add_row("raw bytes", f"{found.raw_bytes} ({human_bytes(found.raw_bytes)})")
-    table.add_row("expected", f"{human_bytes(found.stored_bytes)} with the run's codec")
-    table.add_row("objects", str(found.objects))
+    facts = [
+        ("prompts", f"{found.prompts}{unusable}"),
+        ("tokens", f"{found.tokens} in {found.units} units"),
+        *((f"raw {site}", f"{n} ({human_bytes(n)})") for site, n in found.site_bytes.items()),
+        ("raw bytes", f"{found.raw_bytes} ({human_bytes(found.raw_bytes)})"),
+        ("expected", f"{human_bytes(found.stored_bytes)} with the run's codec"),
+        ("objects", str(found.objects)),
+    ]
     if found.hours is not None:
         bound = f", bound by {found.bound_by}" if found.bound_by else ""
-        table.add_row("time", f"{human_seconds(found.hours * 3600)}{bound}")
+        facts.append(("time", f"{human_seconds(found.hours * 3600)}{bound}"))
     if found.dollars_per_month is not None:
-        table.add_row("cost", f"${found.dollars_per_month:.2f} a month")
-    Console().print(table)
+        facts.append(("cost", f"${found.dollars_per_month:.2f} a month"))
+    print_facts(facts)

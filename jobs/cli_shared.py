@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +40,13 @@ def parsed(options: list[str]) -> dict[str, Any]:
     for option in options:
         apply_override(body, option)
     return body
+
+
+def print_facts(facts: Sequence[tuple[str, str]]) -> None:
+    """Print names and values in two columns, long values as they are and nothing behind them."""
+    width = max(len(name) for name, _ in facts)
+    for name, value in facts:
+        typer.echo(f"{name:<{width}}  {value}")
 
 
 @contextmanager

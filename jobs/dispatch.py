@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 from capture.settings import UnitResult, UnitStatus
 from jobs.fleet import Counters, DispatchLimits, Ending, Phase, Worker
@@ -275,11 +276,12 @@ class Dispatcher:
             if order is None or order.attempt != result.attempt:
                 continue
             del worker.orders[result.unit]
-            self._result(worker, order, result, now)
+            self._result(number, order, result, now)
         if report.dead is not None:
-            self._lost(number, Event.ENGINE_DIED, report.dead, now)
+            self._lost(number, Event.ENGINE_DIED, report.dead, now, report.dead_rank)
 
-    def _result(self, worker: Worker, order: UnitOrder, result: UnitResult, now: float) -> None:
+    def _result(self, number: WorkerId, order: UnitOrder, result: UnitResult, now: float) -> None:
+        worker = self.workers[number]
         event = {
             UnitStatus.COMMITTED: Event.COMMITTED,
             UnitStatus.SUPERSEDED: Event.SUPERSEDED,
@@ -299,10 +301,12 @@ class Dispatcher:
             str(event),
             unit=result.unit,
             attempt=result.attempt,
+            worker=number,
+            rank=result.rank,
             seconds=round(result.seconds, 2),
             tokens=result.tokens,
             bytes=result.bytes,
-            **({"error": error} if error else {}),
+            error=result.error,
         )
 
     def _done(self, result: UnitResult, event: Event) -> None:
@@ -347,13 +351,16 @@ class Dispatcher:
             place += 1
         return place if place < order.num_prompts else None
 
-    def _lost(self, number: WorkerId, event: Event, error: str, now: float) -> None:
+    def _lost(
+        self, number: WorkerId, event: Event, error: str, now: float, rank: int | None = None
+    ) -> None:
         worker = self.workers[number]
         rule = RULES[event]
         assert rule.worker is ForWorker.REPLACE
         self._count(event)
         self.counters.workers_lost += 1
-        self._log(f"worker lost: {event}", worker=number, units=list(worker.orders), error=error)
+        lost = _held(number, worker)
+        self._log(f"worker lost: {event}", **lost, rank=rank, error=error)
         held_twice = {u for n, w in self.workers.items() if n != number for u in w.orders}
         alone = len(worker.orders) == 1
         for nth, order in enumerate(list(worker.orders.values())):
@@ -431,7 +438,7 @@ class Dispatcher:
     def _drop_all(self, why: str) -> None:
         for number, worker in list(self.workers.items()):
             if worker.orders:
-                self._log("worker dropped", worker=number, units=list(worker.orders), why=why)
+                self._log("worker dropped", **_held(number, worker), why=why)
                 worker.orders.clear()
             self._forget(number)
 
@@ -441,3 +448,9 @@ class Dispatcher:
 
     def _count(self, event: Event) -> None:
         self.counters.events[event] = self.counters.events.get(event, 0) + 1
+
+
+def _held(number: WorkerId, worker: Worker) -> dict[str, Any]:
+    """A worker and what it holds, as a log's fields."""
+    attempts = [order.attempt for order in worker.orders.values()]
+    return {"worker": number, "units": list(worker.orders), "attempts": attempts}

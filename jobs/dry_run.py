@@ -13,9 +13,9 @@ from jobs.model_identity import attention_shape
 from jobs.packing import UnitPacker
 from jobs.plan import make_prompter, read_unit_table
 from jobs.prepare import PreparedRun, committed_mask, find_run
-from jobs.progress import human_bytes
 from jobs.sources import PromptSource
 from jobs.status import read_status
+from store.byte_count import human_bytes
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
 

@@ -14,13 +14,19 @@ from datetime import UTC, datetime
 from typing import Any, TextIO
 
 _SHOWN_ROWS = 14
+_SHOWN_OF_NODE = 8
 
 QUIET_EVENTS = frozenset({"assigned", "committed", "superseded"})
 """Events of every unit: written only when asked for, since a run may have a million units."""
 
 
 class EventLog:
-    """Writes events to a stream; usable from several threads."""
+    """Writes events to a stream; usable from several threads.
+
+    Every event has its run; what belongs to a unit has `unit` and `attempt` (`units` and `attempts`
+    where a worker held several) and `worker`, and `rank` where it came from one rank of several.
+    JSON lines keep a field that is None, as null; lines for people leave it out.
+    """
 
     def __init__(
         self,
@@ -31,8 +37,8 @@ class EventLog:
         every_unit: bool = False,
     ) -> None:
         self.run_id = run_id
-        self._stream = stream if stream is not None else sys.stderr
-        self._as_json = as_json
+        self.stream = stream if stream is not None else sys.stderr
+        self.as_json = as_json
         self._every_unit = every_unit
         self._lock = threading.Lock()
         self.around: Callable[[Callable[[], None]], None] = lambda write: write()
@@ -43,17 +49,19 @@ class EventLog:
         if event in QUIET_EVENTS and not self._every_unit:
             return
         now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        if self._as_json:
+        if self.as_json:
             body = {"time": now, "event": event, "run": self.run_id, **fields}
             text = json.dumps(body, default=str, ensure_ascii=False)
         else:
             text = _plain(now, event, fields)
         with self._lock:
-            self.around(lambda: print(text, file=self._stream, flush=True))
+            self.around(lambda: print(text, file=self.stream, flush=True))
 
 
 def _plain(now: str, event: str, fields: dict[str, Any]) -> str:
-    short = {key: str(value) for key, value in fields.items()}
+    short = {key: str(value) for key, value in fields.items() if value is not None}
+    if "node" in short:
+        short["node"] = short["node"][:_SHOWN_OF_NODE]
     long = {key: text for key, text in short.items() if "\n" in text.strip()}
     words = [f"{key}={text}" for key, text in short.items() if key not in long]
     line = " ".join([now[11:19], event, *words])

@@ -64,6 +64,8 @@ class WorkReport:
     """Unit -> prompts done with, for units that run in batches."""
     dead: str | None = None
     """Traceback of the error after which the engine can do no more."""
+    dead_rank: int | None = None
+    """The rank that it comes from, where it is one rank's."""
 
 
 class LossCause(StrEnum):

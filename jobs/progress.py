@@ -6,8 +6,6 @@ differ in size. Knows nothing of Ray or of stores.
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -18,6 +16,9 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from jobs.event_log import EventLog
+from store.byte_count import human_bytes
 
 LINE_SECONDS = 10.0
 
@@ -77,20 +78,18 @@ class ProgressView(Protocol):
         """Do a write to the terminal without tearing the display."""
 
 
-def progress_view(*, as_json: bool, stream: TextIO | None = None) -> ProgressView:
-    """Return the view that fits the stream (standard error unless given)."""
-    stream = stream if stream is not None else sys.stderr
-    if as_json:
-        return LineView(stream, as_json=True)
-    return TerminalView(stream) if stream.isatty() else LineView(stream)
+def progress_view(log: EventLog) -> ProgressView:
+    """Return the view that fits the log: its events as JSON, a terminal, or lines in a file."""
+    if not log.as_json and log.stream.isatty():
+        return TerminalView(log.stream)
+    return LineView(log)
 
 
 class LineView:
     """A line every `LINE_SECONDS`."""
 
-    def __init__(self, stream: TextIO, *, as_json: bool = False) -> None:
-        self._stream = stream
-        self._as_json = as_json
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
         self._last = -LINE_SECONDS
 
     def show(self, snapshot: Snapshot) -> None:
@@ -110,12 +109,10 @@ class LineView:
         write()
 
     def _write(self, snapshot: Snapshot) -> None:
-        if self._as_json:
-            body = {"event": "progress", **asdict(snapshot), **_rates(snapshot)}
-            text = json.dumps(body)
+        if self._log.as_json:
+            self._log("progress", **asdict(snapshot), **_rates(snapshot))
         else:
-            text = summary_line(snapshot)
-        print(text, file=self._stream, flush=True)
+            print(summary_line(snapshot), file=self._log.stream, flush=True)
 
 
 class TerminalView:
@@ -166,15 +163,6 @@ def summary_line(snapshot: Snapshot) -> str:
     if eta is not None:
         words.append(f"eta {human_seconds(eta)}")
     return "progress " + ", ".join(words)
-
-
-def human_bytes(count: float) -> str:
-    """Return a byte count with three digits and a decimal unit."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} PB"
 
 
 def human_seconds(seconds: float) -> str:

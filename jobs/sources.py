@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from jobs.config import PromptsConfig, SourceFormat
 from jobs.errors import SourceError
+from store.byte_count import human_bytes
 
 _BLOCK_BYTES = 1 << 20
 _MAX_JSON_BYTES = 1 << 30
@@ -198,7 +199,10 @@ def _jsonl_rows(text: io.TextIOWrapper, name: str) -> Iterator[Mapping[str, Any]
 def _json_rows(text: io.TextIOWrapper, name: str) -> Iterator[Mapping[str, Any]]:
     data = text.read(_MAX_JSON_BYTES + 1)
     if len(data) > _MAX_JSON_BYTES:
-        raise SourceError(f"{name}: more than 1 GiB in one JSON array; use JSONL or Parquet")
+        raise SourceError(
+            f"{name}: more than {human_bytes(_MAX_JSON_BYTES)} in one JSON array; use JSONL or "
+            "Parquet"
+        )
     rows = json.loads(data)
     if not isinstance(rows, list):
         raise SourceError(f"{name}: a JSON source must be one array of objects")

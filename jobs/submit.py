@@ -18,6 +18,7 @@ import yaml
 
 from jobs.config import RunConfig
 from jobs.errors import ConfigError
+from store.byte_count import human_bytes
 
 PACKAGES = ("capture", "jobs", "store")
 SHIPPED_BYTES = 64 << 20
@@ -91,7 +92,7 @@ def stage(config: RunConfig, folder: Path) -> Path:
         if not source.is_file() or source.stat().st_size > SHIPPED_BYTES:
             raise ConfigError(
                 f"prompts.source {config.prompts.source!r} cannot be shipped with the job (one "
-                f"file of at most {SHIPPED_BYTES >> 20} MiB can); give a URL or a shared path"
+                f"file of at most {human_bytes(SHIPPED_BYTES)} can); give a URL or a shared path"
             )
         target = folder / "prompts" / source.name
         target.parent.mkdir()

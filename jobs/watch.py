@@ -15,6 +15,7 @@ from jobs.owner import RunOwner
 from jobs.policy import Event
 from jobs.snapshots import SnapshotKeeper
 from jobs.status import read_status
+from store.byte_count import human_bytes
 from store.objects.protocol import ObjectStore
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class Watch:
         self._stored += result.bytes
         if self._quota is not None and self._stored + result.bytes > self._quota:
             message = (
-                f"{self._stored} bytes are stored and another unit does not fit into max_bytes "
-                f"({self._quota}); raise it and run again"
+                f"{human_bytes(self._stored)} are stored and another unit does not fit into "
+                f"max_bytes ({human_bytes(self._quota)}); raise it and run again"
             )
             self._dispatcher.end(Event.QUOTA, message, time.monotonic())
 

@@ -67,7 +67,11 @@ class CaptureWorker:
             return self._work(self._engine, order)
         except Exception:  # noqa: BLE001 - whatever it was, this engine's state is unknown now
             _leave_soon()
-            return WorkReport(finished=dict(self._batched), dead=traceback.format_exc(limit=-12))
+            return WorkReport(
+                finished=dict(self._batched),
+                dead=traceback.format_exc(limit=-12),
+                dead_rank=self._engine.lost_rank,
+            )
 
     def _work(self, engine: CaptureEngine, order: UnitOrder | None) -> WorkReport:
         if order is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from store.byte_count import human_bytes
 from store.run_format import LayerSemantics, Outcome
 from store.selection import describe
 
@@ -92,7 +93,7 @@ class RunFacts:
             ("layers", describe(self.layers) + (f" x {self.heads}" if self.heads else "")),
             ("prompts", prompts + (f" ({', '.join(others)})" if others else "")),
             ("units", f"{self.units[0]} of {self.units[1]} committed"),
-            ("bytes", readable_bytes(self.bytes)),
+            ("bytes", human_bytes(self.bytes)),
         ]
 
 
@@ -117,13 +118,3 @@ def as_html(facts: RunFacts) -> str:
         "</div></div>"
     )
     return f"<div><b>Run</b> <code>{escape(facts.url)}</code>{bar}<table>{rows}</table></div>"
-
-
-def readable_bytes(count: int) -> str:
-    """Return a byte count with a binary unit, such as `1.4 GiB`."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} PiB"

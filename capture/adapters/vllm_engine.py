@@ -9,6 +9,7 @@ beyond one are vLLM's own worker processes. Private parts used: `VLLM._WORKER_CL
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,18 @@ class StepEngine:
         self.nnsight_model, self._generation = model, generation
         self._engine = model.vllm_entrypoint.llm_engine
         self._owner: dict[str, tuple[int, int]] = {}
+        executor = self._engine.model_executor
+        # Kept here: vLLM drops its own handles when it shuts a broken executor down.
+        self._ranks = [(one.rank, one.proc) for one in getattr(executor, "workers", None) or ()]
+
+    @property
+    def lost_rank(self) -> int | None:
+        """The rank whose process ended by itself; None where none did, or ranks have none.
+
+        vLLM ends the others by SIGTERM then, which is how they are told from it.
+        """
+        told = (None, 0, -signal.SIGTERM)
+        return next((rank for rank, proc in self._ranks if proc.exitcode not in told), None)
 
     @property
     def vllm_config(self) -> Any:

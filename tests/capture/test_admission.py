@@ -53,13 +53,13 @@ class ScriptedEngine:
             self.sealed.append(args[0])
         if method == "capture_poll":
             sealed, self.sealed = self.sealed, []
-            return [[RankReport(key, 0, error="scripted") for key in sealed]]
+            return [[RankReport(key, 3, error="scripted") for key in sealed]]
         return [None]
 
 
 def start(folder: Path, buffer_bytes: int, positions: Positions) -> CaptureEngine:
     rank = RankFacts(
-        rank=0,
+        rank=3,
         layers=(),
         heads={"z": (0,)},
         probes=(),
@@ -85,7 +85,9 @@ def begun_in_order(engine: CaptureEngine) -> list[int]:
     for _ in range(1000):
         sizes = [ROWS[unit] for unit in scripted.begun if unit not in reported]
         assert len(sizes) == 1 or sum(sizes) * 10 <= 100, (sizes, reported)
-        reported += [result.unit for result in engine.advance()]
+        results = engine.advance()
+        assert {(result.error, result.rank) for result in results} <= {("scripted", 3)}
+        reported += [result.unit for result in results]
         if not engine.in_flight:
             return list(scripted.begun)
     raise AssertionError("some unit never ended")

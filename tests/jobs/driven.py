@@ -30,11 +30,11 @@ class Driven:
         self.also: Callable[..., None] = lambda _event, **_fields: None
 
     def __call__(self, config: RunConfig, **options: bool) -> RunOutcome:
-        log = NoticedLog(self)
+        log, quiet = NoticedLog(self), EventLog(stream=io.StringIO(), as_json=True)
         if config.workers.address is None and self.address is not None:
             workers = config.workers.model_copy(update={"address": self.address})
             config = config.model_copy(update={"workers": workers})
-        view = lambda: progress_view(as_json=True, stream=io.StringIO())  # noqa: E731
+        view = lambda: progress_view(quiet)  # noqa: E731
         return run_job(config, RunOptions(worker=FakeWorker, **options), log, view)
 
     def events(self, name: str) -> list[dict[str, object]]:

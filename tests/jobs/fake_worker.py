@@ -34,6 +34,8 @@ class FakeWorker(CaptureWorker):
 class FakeEngine:
     """Runs one prompt a step, in order of admission."""
 
+    lost_rank: int | None = None
+
     def __init__(self, location: Any, run_id: str) -> None:
         self._objects = open_store(location.url, location.options)
         self._run_id = run_id

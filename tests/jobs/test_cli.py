@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from jobs.cli import app
 from jobs.config import RunConfig
+from jobs.config_file import load_config
 from jobs.kuberay import CONFIG_FOLDER
 from jobs.prepare import create_run
 from store.objects.open import open_store
@@ -162,3 +163,18 @@ def test_a_dry_run_counts_the_rows_that_generation_may_add(config_file: Path) ->
     for tokens, rows in ((0, 21), (1, 21), (5, 21 + 4 * 8)):
         result = attnstore("run", config_file, "--dry-run", "--json", "--set", f"generate={tokens}")
         assert json.loads(result.stdout)["tokens"] == rows, result.output
+
+
+def test_what_is_printed_for_people_has_no_blanks_behind_it(
+    config_file: Path, tmp_path: Path
+) -> None:
+    estimate = attnstore("run", config_file, "--dry-run")
+    config = load_config(config_file)
+    create_run(open_store(config.output), config)
+    status = attnstore("status", config.output)
+    for result in (estimate, status):
+        assert result.exit_code == 0, result.output
+        lines = result.stdout.splitlines()
+        assert [line.rstrip() for line in lines] == lines
+    assert f"run      {config.output}\n" in status.stdout
+    assert "prompts  0 of 8 stored, 0 failed, 0 skipped\n" in status.stdout

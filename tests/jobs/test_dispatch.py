@@ -221,3 +221,25 @@ def test_workers_without_work_are_given_back() -> None:
     drive.step(4, 0)
     assert log.count("worker released") == 1
     assert pool.killed == [0]
+
+
+def test_what_befalls_a_unit_is_logged_with_unit_attempt_worker_and_rank() -> None:
+    said: list[tuple[str, dict[str, Any]]] = []
+    drive, pool, _, _ = dispatcher([5, 4], units_in_flight=1)
+    drive._log = lambda event, **fields: said.append((event, fields))
+    drive.step(0, 0)
+    pool.start(0)
+    drive.step(1, 0)
+    drive.step(2, 0)
+    first, second = pool.orders()
+    failed = UnitResult(first.unit, first.attempt, UnitStatus.FAILED, error="E: no", rank=1)
+    pool.events.append(Reported(0, WorkReport(results=(failed,))))
+    drive.step(3, 0)
+    pool.events.append(Reported(0, WorkReport(dead="EngineDead: gone", dead_rank=1)))
+    drive.step(4, 0)
+    fields = dict(said)["unit failed"]
+    named = ("unit", "attempt", "worker", "rank", "error")
+    assert [fields[name] for name in named] == [first.unit, first.attempt, 0, 1, "E: no"]
+    fields = dict(said)["worker lost: engine died"]
+    named = ("units", "attempts", "worker", "rank")
+    assert [fields[name] for name in named] == [[second.unit], [second.attempt], 0, 1]

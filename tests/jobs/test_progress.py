@@ -23,7 +23,7 @@ def test_lines_come_every_ten_seconds_and_once_at_the_end(monkeypatch: pytest.Mo
     clock = [100.0]
     monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock[0])
     stream = io.StringIO()
-    view = progress_view(as_json=False, stream=stream)
+    view = progress_view(EventLog(stream=stream))
     for seconds in (0, 1, 9, 11, 12):
         clock[0] = 100.0 + seconds
         view.show(SNAPSHOT)
@@ -38,9 +38,9 @@ def test_lines_come_every_ten_seconds_and_once_at_the_end(monkeypatch: pytest.Mo
 
 def test_machines_get_every_figure() -> None:
     stream = io.StringIO()
-    progress_view(as_json=True, stream=stream).show(SNAPSHOT)
+    progress_view(EventLog("r" * 32, stream=stream, as_json=True)).show(SNAPSHOT)
     body = json.loads(stream.getvalue())
-    assert body["event"] == "progress"
+    assert (body["event"], body["run"]) == ("progress", "r" * 32)
     assert body["tokens_per_second"] == 300
     assert body["bytes_per_second"] == 600_000
     assert body["eta_seconds"] == 20
@@ -49,8 +49,8 @@ def test_machines_get_every_figure() -> None:
 
 def test_a_terminal_shows_the_figures_and_logs_do_not_tear_them() -> None:
     terminal = Terminal()
-    view = progress_view(as_json=False, stream=terminal)
     log = EventLog("r" * 32, stream=terminal)
+    view = progress_view(log)
     log.around = view.around
     view.show(SNAPSHOT)
     log("worker lost", worker=3)
@@ -66,9 +66,10 @@ def test_a_log_line_has_its_fields_and_a_long_error_both_ends() -> None:
     error = "\n".join(
         ["Traceback (most recent call last):", *(f"row {i}" for i in range(40)), "E: no"]
     )
-    EventLog(stream=stream)("unit failed", unit=7, attempt="1-ab", worker=2, error=error)
+    fields = {"unit": 7, "attempt": "1-ab", "worker": 2, "rank": None, "node": "0123456789abcdef"}
+    EventLog(stream=stream)("unit failed", **fields, error=error)
     text = stream.getvalue()
-    assert " unit failed unit=7 attempt=1-ab worker=2\n" in text
+    assert " unit failed unit=7 attempt=1-ab worker=2 node=01234567\n" in text
     assert "Traceback (most recent call last):" in text
     assert "E: no" in text
     assert "row 5\n" not in text

@@ -38,6 +38,7 @@ class ScriptedEngine:
         self.place = 0
         self.steps = 0
         self.fault: Exception | None = None
+        self.lost_rank: int | None = None
 
     @property
     def in_flight(self) -> int:
@@ -130,9 +131,10 @@ def test_a_unit_in_batches_reports_every_step_of_its_way(worker: ScriptedWorker)
 
 def test_whatever_an_engine_raises_is_reported_with_its_traceback(worker: ScriptedWorker) -> None:
     worker.work(order(0, batch_prompts=1))
-    worker.engine.fault = RuntimeError("the rank is gone")
+    worker.engine.fault, worker.engine.lost_rank = RuntimeError("the rank is gone"), 1
     report = worker.work(None)
     assert report.dead is not None
+    assert report.dead_rank == 1
     assert "RuntimeError: the rank is gone" in report.dead
     assert report.finished == {0: 1}
 
