@@ -6,12 +6,15 @@ Legend: H query heads, K kv heads, T tokens, D head size.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+_OUTPUTS = ("o_proj", "out_proj", "attn.c_proj", "attention.dense", "self_attention.dense")
+"""How the families name W_O."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,7 @@ class LayerReference:
     pattern_HTT: np.ndarray | None
     pre_q_HTD: np.ndarray | None = None
     pre_k_KTD: np.ndarray | None = None
+    proj_in_HTD: np.ndarray | None = None
 
     def site(self, name: str) -> np.ndarray | None:
         return {
@@ -38,6 +42,7 @@ class LayerReference:
             "pattern": self.pattern_HTT,
             "pre_q": self.pre_q_HTD,
             "pre_k": self.pre_k_KTD,
+            "proj_in": self.proj_in_HTD,
         }[name]
 
 
@@ -75,6 +80,7 @@ class HFReference:
         self.block_outputs: list[np.ndarray] = []
         """After `layers`: what each layer's attention block added, [T, hidden]."""
         self._projected: dict[str, Any] = {}
+        self._into_output: list[np.ndarray] = []
         self._watch_projections()
         names = sys.modules[type(self.model).__module__]
         if hasattr(names, "eager_attention_forward"):
@@ -110,17 +116,20 @@ class HFReference:
     def _watch_projections(self) -> None:
         def keep(name: str) -> Any:
             def hook(module: Any, args: Any, output: Any) -> None:
-                if name == "o_proj":
-                    self.block_outputs.append(_values(output[0]))
-                else:
-                    self._projected[name] = output[0].detach()
+                self._projected[name] = output[0].detach()
 
             return hook
 
+        def keep_output(module: Any, args: Any, output: Any) -> None:
+            self._into_output.append(_values(args[0]))
+            self.block_outputs.append(_values(output))
+
         for path, module in self.model.named_modules():
             name = path.rpartition(".")[2]
-            if name in ("q_proj", "k_proj", "o_proj"):
+            if name in ("q_proj", "k_proj"):
                 self._restore.append(module.register_forward_hook(keep(name)).remove)
+            elif path.endswith(_OUTPUTS):
+                self._restore.append(module.register_forward_hook(keep_output).remove)
 
     def _before(self, name: str, size: int) -> np.ndarray | None:
         """Return what a projection of the current layer gave, [H, T, D]."""
@@ -153,10 +162,18 @@ class HFReference:
         """Run one prompt alone and return what each layer's attention saw and gave, in order."""
         self._records.clear()
         self.block_outputs.clear()
+        self._into_output.clear()
         ids = torch.tensor([[int(token) for token in token_ids]], device=self._device)
         with torch.no_grad():
             self.model(ids, use_cache=False)
-        return list(self._records)
+        records = list(self._records)
+        self.block_outputs = [x.reshape(len(token_ids), -1) for x in self.block_outputs]
+        if len(self._into_output) == len(records):
+            for place, (record, x) in enumerate(zip(records, self._into_output, strict=True)):
+                heads = record.z_HTD.shape[0]
+                x_HTD = x.reshape(len(token_ids), heads, -1).swapaxes(0, 1)
+                records[place] = replace(record, proj_in_HTD=x_HTD)
+        return records
 
     def close(self) -> None:
         for restore in self._restore:

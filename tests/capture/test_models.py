@@ -60,13 +60,30 @@ def prompts() -> list[list[list[int]]]:
     return [[rng.integers(3, 320, n).tolist() for n in unit] for unit in ((40, 1, 9), (70, 25))]
 
 
+CAPTURE = {"afmoe": {"sites": ["rot_q", "rot_k", "v", "z", "proj_in"], "output_weights": True}}
+"""What is kept of a family, where it is more than the four sites."""
+UNPROVEN = "afmoe without proj_in"
+
+
 def capture_families(folder: Path, families: Iterable[str], ranks: int = 1) -> dict[str, Captured]:
     """Capture families one after another in one process."""
     engine = {"max_num_batched_tokens": 64, "tensor_parallel_size": ranks, "max_model_len": 256}
     wanted = {
-        family: LiveCapture(str(folder / family), str(checkpoint(family)), prompts(), engine)
+        family: LiveCapture(
+            str(folder / family),
+            str(checkpoint(family)),
+            prompts(),
+            engine,
+            CAPTURE.get(family, {}),
+        )
         for family in families
+        if family != UNPROVEN
     }
+    if UNPROVEN in families:
+        bare = {"output_weights": True}
+        wanted[UNPROVEN] = LiveCapture(
+            str(folder / "unproven"), str(checkpoint("afmoe")), prompts(), engine, bare
+        )
     done = capture_live(list(wanted.values()), seconds=60.0 + 40.0 * len(wanted), keep_going=True)
     return dict(zip(wanted, done, strict=True))
 
@@ -98,9 +115,27 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 
 @pytest.fixture(scope="module")
 def ci_captures(tmp_path_factory) -> dict[str, Captured]:
-    return capture_families(tmp_path_factory.mktemp("families"), IN_CI)
+    return capture_families(tmp_path_factory.mktemp("families"), [*IN_CI, UNPROVEN])
 
 
 @pytest.mark.parametrize("family", IN_CI)
 def test_a_family_is_stored_as_transformers_computes_it(family: str, ci_captures) -> None:
     check_family(family, ci_captures[family])
+
+
+def test_contributions_of_gated_heads_go_through_the_gate(ci_captures) -> None:
+    captured = ci_captures["afmoe"]
+    z, taken = (captured.run.read(site, prompt="p0").values for site in ("z", "proj_in"))
+    assert np.abs(z - taken).max() > 0.1 * np.abs(z).max(), "the gate is open: this proves nothing"
+    reference = HFReference(captured.wanted.model)
+    try:
+        reference.layers(captured.wanted.ids(0))
+        for layer, output_TM in enumerate(reference.block_outputs):
+            summed = captured.run.contribution("p0", layer).sum("head")
+            np.testing.assert_allclose(summed, output_TM, atol=1e-4 * np.abs(output_TM).max())
+    finally:
+        reference.close()
+
+
+def test_contributions_of_a_gated_model_need_the_gate(ci_captures) -> None:
+    assert "add proj_in to capture.sites" in ci_captures[UNPROVEN].error
