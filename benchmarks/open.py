@@ -151,7 +151,7 @@ def commit_of(unit: int) -> Commit:
             site=site, dtype="bfloat16", dims=["layer", "token", "head", "d_head"],
             layers=list(range(LAYERS)), heads=list(range(heads)), num_tokens=ROWS, head_size=128,
             shard_tokens=min(ROWS, (64 << 20) // (heads * 256)), shard_heads=heads,
-            chunk_tokens=256, group_heads=4, codec="raw",
+            chunk_tokens=256, group_heads=4, codec="raw", tags=True,
         )  # fmt: skip
         geometry = array.geometry()
         arrays.append(array)

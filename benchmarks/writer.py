@@ -75,11 +75,9 @@ def make_work(shards: int, codec: Codec) -> Work:
         num_layers=shards, num_tokens=SHARD_TOKENS, num_heads=HEADS, shard_heads=HEADS,
         head_size=HEAD_SIZE, item_bytes=2,
     )  # fmt: skip
-    record = ArrayRecord(
-        site="z", dtype="bfloat16", dims=["layer", "token", "head", "d_head"],
-        layers=list(range(shards)), heads=list(range(HEADS)), num_tokens=SHARD_TOKENS,
-        head_size=HEAD_SIZE, shard_tokens=cut.shard_tokens, shard_heads=cut.shard_heads,
-        chunk_tokens=cut.chunk_tokens, group_heads=cut.group_heads, codec=codec,
+    record = ArrayRecord.of(
+        cut, site="z", dtype="bfloat16", dims=["layer", "token", "head", "d_head"],
+        layers=list(range(shards)), heads=list(range(HEADS)), codec=codec,
     )  # fmt: skip
     blocks = (shards, cut.groups_per_shard, cut.group_heads, -1, cut.chunk_tokens, HEAD_SIZE)
     chunks_LGCgtD = np.ascontiguousarray(heads_LHTD.reshape(blocks).swapaxes(2, 3))
@@ -88,9 +86,10 @@ def make_work(shards: int, codec: Codec) -> Work:
 
 def encode(work: Work, layer: int, *, by_chunks: bool = True) -> EncodedShard:
     """Return one layer's shard."""
+    key = f"data/00000000/a0/z/c/{layer}/0/0/0"
     if by_chunks:
-        return encode_chunks(work.geometry, 0, work.chunks_LGCgtD[layer], work.record.codec)
-    return encode_shard(work.geometry, 0, work.heads_LHTD[layer], work.record.codec)
+        return encode_chunks(work.geometry, 0, work.chunks_LGCgtD[layer], work.record.codec, key)
+    return encode_shard(work.geometry, 0, work.heads_LHTD[layer], work.record.codec, key)
 
 
 def write_ours(objects: ObjectStore, work: Work, threads: int, *, by_chunks: bool = True) -> None:
@@ -98,7 +97,7 @@ def write_ours(objects: ObjectStore, work: Work, threads: int, *, by_chunks: boo
     writer = AttemptWriter(objects, 0, "a0")
 
     def one(layer: int) -> None:
-        writer.put_shard("z", (layer, 0, 0, 0), encode(work, layer, by_chunks=by_chunks))
+        writer.put_shard(encode(work, layer, by_chunks=by_chunks))
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(one, range(work.geometry.num_layers)))

@@ -34,7 +34,7 @@ from store.run_format import (
     RankRecord,
     Site,
 )
-from store.shard import pack_chunk_sizes
+from store.shard_index import pack_chunk_sizes
 
 _OF_V = (Site.V, Site.Z, Site.PROJ_IN)
 
@@ -106,18 +106,13 @@ class CaptureShape:
             head_size=site.head_size,
             item_bytes=DTYPES[site.dtype].itemsize,
         )
-        return ArrayRecord(
+        return ArrayRecord.of(
+            cut,
             site=site.name,
             dtype=site.dtype,
             dims=["layer", "token", site.head_dim, "d_head"],
             layers=[layer.layer for layer in self.layers],
             heads=heads,
-            num_tokens=num_tokens,
-            head_size=site.head_size,
-            shard_tokens=cut.shard_tokens,
-            shard_heads=cut.shard_heads,
-            chunk_tokens=cut.chunk_tokens,
-            group_heads=cut.group_heads,
             codec=self.settings.codec,
             chunk_sizes=chunk_sizes,
         )

@@ -291,12 +291,11 @@ class ShardLoop:
         tap = self.taps[number]
         cut = unit.cuts[tap.site]
         started = time.perf_counter()
-        encoded = encode_chunks(cut, shard, chunks_GCgtD, self.codec)
+        key = unit.writer.shard_key(tap.site, (tap.layer_index, shard, tap.head_shard, 0))
+        encoded = encode_chunks(cut, shard, chunks_GCgtD, self.codec, key)
         unit.spent("encode", started)
         started = time.perf_counter()
-        record = unit.writer.put_shard(
-            tap.site, (tap.layer_index, shard, tap.head_shard, 0), encoded
-        )
+        record = unit.writer.put_shard(encoded)
         unit.spent("put", started)
         unit.left.add((number, shard))
         unit.objects.append(record)

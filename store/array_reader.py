@@ -22,7 +22,6 @@ from store.chunk_cache import ChunkCache
 from store.codec import DTYPES
 from store.errors import DamagedObject, ObjectNotFound
 from store.explain import ReadCost
-from store.geometry import CHECKSUM_BYTES
 from store.objects.protocol import ObjectStore
 from store.read_plan import (
     ChunkLayout,
@@ -32,7 +31,7 @@ from store.read_plan import (
     coalesce,
     plan_chunks,
 )
-from store.shard import decode_chunk
+from store.shard import decode_chunk, stored_checksum
 
 Indices = NDArray[np.int64]
 
@@ -87,9 +86,9 @@ class _Part:
     out_LHTD: NDArray[Any]  # noqa: N815
     places: Indices | None = None
 
-    def decode(self, stored: memoryview, name: str) -> NDArray[Any]:
-        record = self.layout.record
-        return decode_chunk(self.layout.geometry, stored, record.codec, DTYPES[record.dtype], name)
+    def decode(self, stored: memoryview, name: str, number: int) -> NDArray[Any]:
+        record, geometry = self.layout.record, self.layout.geometry
+        return decode_chunk(geometry, stored, record.codec, DTYPES[record.dtype], name, number)
 
     def place(self, values_gTD: NDArray[Any], chunk: ChunkRead) -> None:
         """Copy the wanted part of a chunk to its places in the answer."""
@@ -210,8 +209,8 @@ class ArrayReader:
             for chunk in one.chunks:
                 start = chunk.start - one.range.start
                 stored = view[start : start + chunk.length]
-                values = part.decode(stored, name)
-                checksums.append((chunk.start, bytes(stored[-CHECKSUM_BYTES:])))
+                values = part.decode(stored, name, chunk.number)
+                checksums.append((chunk.start, stored_checksum(part.layout.geometry, stored)))
                 part.place(values, chunk)
                 decoded.append((chunk.start, values))
         self._prove(part.layout, name, read.ranges[0].chunks[0], checksums)
@@ -224,15 +223,16 @@ class ArrayReader:
     ) -> None:
         """Check that the shard is the commit's own, from all its chunks' (start, crc32c) in order.
 
-        A chunk's own checksum cannot tell an object that was exchanged for another of its shape.
-        Where small ranges are cheap the checksums that were not read are fetched, once a shard;
-        elsewhere a read of part of a shard leaves this to `verify --deep`.
+        A tag tells a chunk from those of other places, but not from one that was written for the
+        same place at another time; arrays of the first runs have no tags. Where small ranges are
+        cheap the checksums that were not read are fetched, once a shard; elsewhere a read of part
+        of a shard leaves this to `verify --deep`.
         """
         shard, token_shard = any_chunk.shard, any_chunk.token_shard
         if name in self._proven:
             return
         checksums = dict(read)
-        if len(checksums) < layout.num_chunks(token_shard):
+        if len(checksums) < layout.geometry.num_chunks(token_shard):
             if not getattr(self._objects, "small_ranges_are_cheap", False):
                 return
             starts, ranges = layout.other_checksums(shard, token_shard, checksums)

@@ -33,12 +33,19 @@ class AttemptWriter:
         """The attempt's folder, relative to the run."""
         return self._prefix
 
-    def put_shard(
-        self, site: str, coordinates: Sequence[int], encoded: EncodedShard
-    ) -> ObjectRecord:
-        """Put one shard at its Zarr `coordinates` and return its record. May be repeated."""
-        name = keys.shard_key(site, tuple(coordinates))
-        self._objects.put(self._prefix + name, encoded.parts)
+    def shard_key(self, site: str, coordinates: Sequence[int]) -> str:
+        """Return the name, relative to the run, of the shard at these Zarr `coordinates`.
+
+        A shard is encoded for this name: the tags of its chunks say it.
+        """
+        return self._prefix + keys.shard_key(site, tuple(coordinates))
+
+    def put_shard(self, encoded: EncodedShard) -> ObjectRecord:
+        """Put one shard under the name it was encoded for; return its record. May be repeated."""
+        if not encoded.key.startswith(self._prefix):
+            raise ValueError(f"a shard encoded for {encoded.key} does not belong in {self._prefix}")
+        name = encoded.key[len(self._prefix) :]
+        self._objects.put(encoded.key, encoded.parts)
         return ObjectRecord(name=name, bytes=encoded.num_bytes, crc32c=hex_crc32c(encoded.crc32c))
 
     def put_object(self, name: str, data: bytes) -> ObjectRecord:

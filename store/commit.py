@@ -26,7 +26,7 @@ from store.objects.protocol import ObjectStore
 from store.packed_pattern import num_entries
 from store.run_format import ArrayRecord, Commit, Outcome
 from store.sealed_json import MAX_JSON_BYTES
-from store.shard import unpack_chunk_sizes
+from store.shard_index import chunk_offsets
 
 _LISTED_PROBLEMS = 5
 _BLOSC_OVERHEAD = 16
@@ -237,11 +237,9 @@ def _shard_problem(
         return f"{name} is not among the commit's objects"
     if array.codec is Codec.RAW:
         expected = geometry.raw_shard_bytes(token_shard)
-    elif name not in array.chunk_sizes:
-        return f"{name} has no chunk sizes"
     else:
         try:
-            chunk_sizes = unpack_chunk_sizes(array.chunk_sizes[name], geometry, token_shard, name)
+            chunk_sizes = array.stored_sizes(geometry, token_shard, name)
         except FormatError as error:
             return str(error)
         largest = geometry.chunk_bytes + _BLOSC_OVERHEAD + CHECKSUM_BYTES
@@ -249,5 +247,5 @@ def _shard_problem(
             CHECKSUM_BYTES < chunk_sizes.min() <= chunk_sizes.max() <= largest
         ):
             return f"{name} has chunks of {chunk_sizes.min()} to {chunk_sizes.max()} bytes"
-        expected = int(chunk_sizes.sum(dtype="int64")) + geometry.index_bytes
+        expected = int(chunk_offsets(geometry, chunk_sizes)[-1]) + geometry.index_bytes
     return None if size == expected else f"{name} has {size} bytes where its chunks take {expected}"

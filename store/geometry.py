@@ -7,6 +7,9 @@ An array is [L, T, H, D]. A *shard* (one object, written by one rank alone) cove
 tokens of one head group of `group_heads` heads, its values in [head, token, D] order. Chunks lie
 head-group-major in the shard: all of group 0 by token, then group 1, ... so that one head group
 over all tokens is one byte range. A rank's shard is never split along heads.
+
+A stored chunk ends in its 4 crc32c bytes; a 4-byte *tag* that names its place follows it
+(`store.shard`). Arrays written before there were tags have none.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ CHUNK_TOKENS = 256
 MAX_CHUNK_BYTES = 384 << 10
 MAX_SHARD_BYTES = 64 << 20
 CHECKSUM_BYTES = 4
+TAG_BYTES = 4
 INDEX_ENTRY_BYTES = 16
 
 
@@ -35,6 +39,8 @@ class ArrayGeometry:
     shard_heads: int
     chunk_tokens: int
     group_heads: int
+    tags: bool = False
+    """Whether a tag follows every chunk."""
 
     def __post_init__(self) -> None:
         positive = (
@@ -94,7 +100,18 @@ class ArrayGeometry:
             shard_heads=shard_heads,
             chunk_tokens=chunk_tokens,
             group_heads=group_heads,
+            tags=True,
         )
+
+    @property
+    def tag_bytes(self) -> int:
+        """Bytes that follow each chunk and belong to no chunk."""
+        return TAG_BYTES if self.tags else 0
+
+    @property
+    def raw_chunk_stride(self) -> int:
+        """Bytes from one raw chunk to the next: its values, its crc32c, its tag."""
+        return self.chunk_bytes + CHECKSUM_BYTES + self.tag_bytes
 
     @property
     def chunk_bytes(self) -> int:
@@ -131,15 +148,21 @@ class ArrayGeometry:
         """Return how many token chunks of a shard hold any token; the others are absent."""
         return -(-self.tokens_in_shard(token_shard) // self.chunk_tokens)
 
+    def num_chunks(self, token_shard: int) -> int:
+        """Return how many chunks a shard stores."""
+        return self.groups_per_shard * self.token_chunks_in_shard(token_shard)
+
+    def chunk_number(self, token_shard: int, group: int, token_chunk: int) -> int:
+        """Return a chunk's number in its shard, counted in physical order."""
+        return group * self.token_chunks_in_shard(token_shard) + token_chunk
+
     def raw_chunk_offset(self, token_shard: int, group: int, token_chunk: int) -> int:
-        """Return a raw chunk's byte offset in its shard (all are of one size, crc32c included)."""
-        place = group * self.token_chunks_in_shard(token_shard) + token_chunk
-        return place * (self.chunk_bytes + CHECKSUM_BYTES)
+        """Return a raw chunk's byte offset in its shard (all are of one size)."""
+        return self.chunk_number(token_shard, group, token_chunk) * self.raw_chunk_stride
 
     def raw_shard_bytes(self, token_shard: int) -> int:
         """Return a raw shard's size in bytes, index included."""
-        chunks = self.groups_per_shard * self.token_chunks_in_shard(token_shard)
-        return chunks * (self.chunk_bytes + CHECKSUM_BYTES) + self.index_bytes
+        return self.num_chunks(token_shard) * self.raw_chunk_stride + self.index_bytes
 
     def shard_places(self) -> Iterator[tuple[int, int, int]]:
         """Yield (layer index, token shard, head shard) of every shard, in order."""

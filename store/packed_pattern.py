@@ -45,6 +45,7 @@ def plan_pattern(
         shard_heads=shard_heads,
         chunk_tokens=chunk,
         group_heads=1,
+        tags=True,
     )
 
 

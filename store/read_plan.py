@@ -27,7 +27,7 @@ from store.errors import DamagedObject, FormatError
 from store.geometry import CHECKSUM_BYTES, ArrayGeometry
 from store.objects.protocol import ByteRange
 from store.run_format import ArrayRecord
-from store.shard import raw_chunk_sizes, shard_checksum, shard_index, unpack_chunk_sizes
+from store.shard_index import chunk_offsets, shard_checksum, shard_index
 
 Indices = NDArray[np.int64]
 
@@ -54,6 +54,8 @@ class ChunkRead:
     layer: int
     group: int
     token_chunk: int
+    number: int
+    """The chunk's place in the physical order of its shard."""
     out_layers: tuple[int, ...]
     out_heads: Indices
     out_rows: Indices
@@ -95,21 +97,16 @@ class ChunkLayout:
         self._offsets: dict[str, Indices] = {}
 
     def locate(self, shard: str, token_shard: int, group: int, token_chunk: int) -> tuple[int, int]:
-        """Return a chunk's (start, length) in its shard, its crc32c included."""
+        """Return a chunk's (start, length) in its shard, its crc32c and its tag included."""
         geometry = self.geometry
         if self.record.codec is Codec.RAW:
             start = geometry.raw_chunk_offset(token_shard, group, token_chunk)
-            return start, geometry.chunk_bytes + CHECKSUM_BYTES
+            return start, geometry.raw_chunk_stride
         offsets = self._offsets.get(shard)
         if offsets is None:
             offsets = self._offsets[shard] = self._decode_offsets(shard, token_shard)
-        place = group * geometry.token_chunks_in_shard(token_shard) + token_chunk
-        return int(offsets[place]), int(offsets[place + 1] - offsets[place])
-
-    def num_chunks(self, token_shard: int) -> int:
-        """Return how many chunks a shard holds."""
-        geometry = self.geometry
-        return geometry.groups_per_shard * geometry.token_chunks_in_shard(token_shard)
+        number = geometry.chunk_number(token_shard, group, token_chunk)
+        return int(offsets[number]), int(offsets[number + 1] - offsets[number])
 
     def other_checksums(
         self, shard: str, token_shard: int, known: Container[int]
@@ -122,7 +119,8 @@ class ChunkLayout:
                 start, length = self.locate(shard, token_shard, group, token_chunk)
                 if start not in known:
                     starts.append(start)
-                    ranges.append(ByteRange(start + length - CHECKSUM_BYTES, CHECKSUM_BYTES))
+                    end = start + length - self.geometry.tag_bytes
+                    ranges.append(ByteRange(end - CHECKSUM_BYTES, CHECKSUM_BYTES))
         return starts, ranges
 
     def check_whole(self, shard: str, token_shard: int, checksums: Sequence[bytes]) -> None:
@@ -134,11 +132,7 @@ class ChunkLayout:
         stated = self._checksums.get(shard)
         if stated is None:
             return
-        if self.record.codec is Codec.RAW:
-            sizes = raw_chunk_sizes(self.geometry, token_shard)
-        else:
-            encoded = self.record.chunk_sizes[shard]
-            sizes = unpack_chunk_sizes(encoded, self.geometry, token_shard, shard)
+        sizes = self.record.stored_sizes(self.geometry, token_shard, shard)
         index = shard_index(self.geometry, token_shard, sizes)
         found = hex_crc32c(shard_checksum(np.frombuffer(b"".join(checksums), "<u4"), index))
         if found != stated:
@@ -148,15 +142,10 @@ class ChunkLayout:
             )
 
     def _decode_offsets(self, shard: str, token_shard: int) -> Indices:
-        encoded = self.record.chunk_sizes.get(shard)
-        if encoded is None:
-            raise FormatError(
-                f"the commit gives no chunk sizes for {shard}; run `attnstore verify`"
-            )
-        sizes = unpack_chunk_sizes(encoded, self.geometry, token_shard, shard).astype(np.int64)
+        sizes = self.record.stored_sizes(self.geometry, token_shard, shard)
         if len(sizes) and int(sizes.min()) <= CHECKSUM_BYTES:
             raise FormatError(f"the commit gives {shard} a chunk of {sizes.min()} bytes")
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)])
+        return chunk_offsets(self.geometry, sizes)
 
 
 def plan_chunks(
@@ -190,6 +179,7 @@ def plan_chunks(
                         layer=layer,
                         group=group,
                         token_chunk=token_chunk,
+                        number=geometry.chunk_number(token_shard, group, token_chunk),
                         out_layers=tuple(out_layers.tolist()),
                         out_heads=out_heads,
                         out_rows=out_rows,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Final, Literal, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from store import keys
@@ -16,6 +18,7 @@ from store.codec import Codec
 from store.errors import FormatError
 from store.geometry import ArrayGeometry
 from store.sealed_json import seal, unseal
+from store.shard_index import raw_chunk_sizes, unpack_chunk_sizes
 
 FORMAT_VERSION: Final = 1
 
@@ -198,9 +201,42 @@ class ArrayRecord(Part):
     chunk_tokens: Annotated[int, Field(ge=1, le=1 << 20)]
     group_heads: Annotated[int, Field(ge=1, le=1 << 20)]
     codec: Codec
+    tags: bool = False
+    """Whether a tag follows every chunk (`store.shard`); the first runs of version 1 have none."""
     chunk_sizes: dict[str, str] = {}
     """Shard name -> base64 of the little-endian uint32 stored sizes of its chunks in physical
     order; empty for `raw`, whose sizes are implied."""
+
+    @classmethod
+    def of(
+        cls,
+        geometry: ArrayGeometry,
+        *,
+        site: str,
+        dtype: str,
+        dims: list[str],
+        layers: list[int],
+        heads: list[int],
+        codec: Codec,
+        chunk_sizes: dict[str, str] | None = None,
+    ) -> Self:
+        """Return the record of an array that is cut like this."""
+        return cls(
+            site=site,
+            dtype=dtype,
+            dims=dims,
+            layers=layers,
+            heads=heads,
+            num_tokens=geometry.num_tokens,
+            head_size=geometry.head_size,
+            shard_tokens=geometry.shard_tokens,
+            shard_heads=geometry.shard_heads,
+            chunk_tokens=geometry.chunk_tokens,
+            group_heads=geometry.group_heads,
+            codec=codec,
+            tags=geometry.tags,
+            chunk_sizes=chunk_sizes or {},
+        )
 
     @property
     def is_packed(self) -> bool:
@@ -230,9 +266,24 @@ class ArrayRecord(Part):
                 shard_heads=self.shard_heads,
                 chunk_tokens=self.chunk_tokens,
                 group_heads=self.group_heads,
+                tags=self.tags,
             )
         except ValueError as error:
             raise FormatError(f"array {self.site}: {error}") from error
+
+    def stored_sizes(
+        self, geometry: ArrayGeometry, token_shard: int, name: str
+    ) -> NDArray[np.uint32]:
+        """Return the stored sizes of a shard's chunks, crc32c included, in physical order.
+
+        `geometry` is this record's. Raises `FormatError` where the record lacks them.
+        """
+        if self.codec is Codec.RAW:
+            return raw_chunk_sizes(geometry, token_shard)
+        text = self.chunk_sizes.get(name)
+        if text is None:
+            raise FormatError(f"the commit gives no chunk sizes for {name}; run `attnstore verify`")
+        return unpack_chunk_sizes(text, geometry, token_shard, name)
 
 
 class Outcome(StrEnum):

@@ -1,5 +1,5 @@
-"""One shard's bytes: its chunks, each ending in its crc32c, then the index. Knows no store, no
-names.
+"""One shard's bytes: its chunks, each ending in its crc32c and followed by its tag, then the index.
+Knows no store.
 
 Legend: H heads of the shard, T tokens of the array in the shard, D head size, g heads of a group.
 
@@ -7,33 +7,38 @@ The bytes follow Zarr v3's `sharding_indexed` codec with the index at the end, s
 reads them; they are laid out here because Zarr leaves the physical order free and ours (head group
 by head group, see `store.geometry`) makes one head group over all tokens one range, and because raw
 values can then go from the caller's array to the file without being copied together.
+
+A chunk's crc32c tells that it is whole, not that it is in its place. The **tag** tells that: the
+crc32c of the shard's name relative to the run, the chunk's number in it and the chunk's crc32c. It
+lies between the chunks, where Zarr allows gaps, so that other libraries never meet it.
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from typing_extensions import Buffer
 
-from store.checksum import crc32c
+from store.checksum import crc32c, crc32c_of_parts
 from store.codec import Codec, compress, decompress
-from store.errors import DamagedObject, FormatError
+from store.errors import DamagedObject
 from store.geometry import CHECKSUM_BYTES, ArrayGeometry
+from store.shard_index import shard_checksum, shard_index
 
-ABSENT = (1 << 64) - 1
 _CRC = struct.Struct("<I")
+_TWO = struct.Struct("<II")
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedShard:
     """A shard ready to be put; `parts` may be views of the caller's array."""
 
+    key: str
+    """The name relative to the run that the shard was encoded for."""
     parts: list[Buffer]
     num_bytes: int
     crc32c: int
@@ -43,23 +48,29 @@ class EncodedShard:
 
 
 def encode_shard(
-    geometry: ArrayGeometry, token_shard: int, data_HTD: np.ndarray[Any, Any], codec: Codec
+    geometry: ArrayGeometry,
+    token_shard: int,
+    data_HTD: np.ndarray[Any, Any],
+    codec: Codec,
+    key: str,
 ) -> EncodedShard:
     """Return the bytes of one shard of heads [H, T, D], every head's [T, D] contiguous.
 
-    For `raw` no value is copied: the parts are views. The last chunk is filled up with zeros.
-    Raises `ValueError` if the array is not of the shape that `geometry` gives the shard.
+    `key` is the shard's name relative to the run. For `raw` no value is copied: the parts are
+    views. The last chunk is filled up with zeros. Raises `ValueError` if the array is not of the
+    shape that `geometry` gives the shard.
     """
     rows_HB = _rows_of_bytes(geometry, token_shard, data_HTD)
-    if codec is Codec.RAW:
-        parts, sizes, checksums = _raw_chunks(geometry, token_shard, rows_HB)
-    else:
-        parts, sizes, checksums = _compressed_chunks(geometry, rows_HB, codec)
-    return _finished(geometry, token_shard, parts, sizes, checksums)
+    pieces = _raw_pieces if codec is Codec.RAW else _compressed_pieces
+    return _finished(geometry, token_shard, key, pieces(geometry, rows_HB, codec))
 
 
 def encode_chunks(
-    geometry: ArrayGeometry, token_shard: int, chunks_GCgtD: np.ndarray[Any, Any], codec: Codec
+    geometry: ArrayGeometry,
+    token_shard: int,
+    chunks_GCgtD: np.ndarray[Any, Any],
+    codec: Codec,
+    key: str,
 ) -> EncodedShard:
     """Return the bytes of one shard whose values already lie chunk by chunk.
 
@@ -69,30 +80,23 @@ def encode_chunks(
     """
     groups, chunks = geometry.groups_per_shard, geometry.token_chunks_in_shard(token_shard)
     expected = (groups, chunks, geometry.group_heads, geometry.chunk_tokens, geometry.head_size)
-    item = chunks_GCgtD.dtype.itemsize
-    if chunks_GCgtD.shape != expected or item != geometry.item_bytes:
-        raise ValueError(
-            f"token shard {token_shard} holds {expected} elements of {geometry.item_bytes} bytes, "
-            f"got {chunks_GCgtD.shape} of {item} bytes"
-        )
+    _check_shape(geometry, token_shard, chunks_GCgtD, expected)
     rest = geometry.tokens_in_shard(token_shard) - (chunks - 1) * geometry.chunk_tokens
-    parts: list[Buffer] = []
-    sizes: list[int] = []
-    checksums: list[int] = []
-    for group_CgtD in chunks_GCgtD:
-        if not group_CgtD.flags.c_contiguous:
-            raise ValueError(f"a group's chunks must be contiguous, strides {chunks_GCgtD.strides}")
-        for chunk_gtD in _whole_chunks(group_CgtD, rest):
-            if codec is Codec.RAW:
-                values_B: Any = chunk_gtD.reshape(-1).view(np.uint8)
-                stored = memoryview(values_B)
-            else:
-                stored = memoryview(compress(codec, chunk_gtD))
-            checksum = crc32c(stored)
-            parts += (stored, _CRC.pack(checksum))
-            sizes.append(stored.nbytes + CHECKSUM_BYTES)
-            checksums.append(checksum)
-    return _finished(geometry, token_shard, parts, sizes, checksums)
+
+    def pieces() -> Iterator[Sequence[Buffer]]:
+        for group_CgtD in chunks_GCgtD:
+            if not group_CgtD.flags.c_contiguous:
+                raise ValueError(
+                    f"a group's chunks must be contiguous, strides {chunks_GCgtD.strides}"
+                )
+            for chunk_gtD in _whole_chunks(group_CgtD, rest):
+                if codec is Codec.RAW:
+                    values_B: Any = chunk_gtD.reshape(-1).view(np.uint8)
+                    yield (memoryview(values_B),)
+                else:
+                    yield (compress(codec, chunk_gtD),)
+
+    return _finished(geometry, token_shard, key, pieces())
 
 
 def _whole_chunks(group_CgtD: np.ndarray[Any, Any], rest: int) -> Iterator[np.ndarray[Any, Any]]:
@@ -108,176 +112,154 @@ def _whole_chunks(group_CgtD: np.ndarray[Any, Any], rest: int) -> Iterator[np.nd
 
 
 def _finished(
-    geometry: ArrayGeometry,
-    token_shard: int,
-    parts: list[Buffer],
-    sizes: list[int],
-    checksums: list[int],
+    geometry: ArrayGeometry, token_shard: int, key: str, chunks: Iterable[Sequence[Buffer]]
 ) -> EncodedShard:
+    """Put checksums and tags after the chunks, given as their stored pieces, and the index last."""
+    named = crc32c(key.encode())
+    parts: list[Buffer] = []
+    sizes: list[int] = []
+    checksums: list[int] = []
+    for number, pieces in enumerate(chunks):
+        checksum = crc32c_of_parts(pieces)
+        parts += pieces
+        if geometry.tags:
+            parts.append(_TWO.pack(checksum, _tag(named, number, checksum)))
+        else:
+            parts.append(_CRC.pack(checksum))
+        sizes.append(sum(memoryview(piece).nbytes for piece in pieces) + CHECKSUM_BYTES)
+        checksums.append(checksum)
     chunk_sizes = np.asarray(sizes, np.uint32)
     index = shard_index(geometry, token_shard, chunk_sizes)
     parts.append(index)
     return EncodedShard(
+        key=key,
         parts=parts,
-        num_bytes=int(chunk_sizes.sum(dtype=np.int64)) + len(index),
+        num_bytes=sum(sizes) + len(sizes) * geometry.tag_bytes + len(index),
         crc32c=shard_checksum(np.asarray(checksums, "<u4"), index),
         chunk_sizes=chunk_sizes,
     )
 
 
-def shard_index(
-    geometry: ArrayGeometry, token_shard: int, chunk_sizes: np.ndarray[Any, np.dtype[np.uint32]]
-) -> bytes:
-    """Return the index that ends the shard: (offset, size) per chunk in C order, then a crc32c."""
-    chunks = geometry.token_chunks_in_shard(token_shard)
-    sizes = chunk_sizes.astype(np.uint64)
-    offsets = np.concatenate(([np.uint64(0)], np.cumsum(sizes)[:-1])) if sizes.size else sizes
-    index = np.full((geometry.token_chunks_per_shard, geometry.groups_per_shard, 2), ABSENT, "<u8")
-    index[:chunks, :, 0] = offsets.reshape(geometry.groups_per_shard, chunks).T
-    index[:chunks, :, 1] = sizes.reshape(geometry.groups_per_shard, chunks).T
-    body = index.tobytes()
-    return body + _CRC.pack(crc32c(body))
-
-
-def shard_checksum(checksums: np.ndarray[Any, np.dtype[np.uint32]], index: Buffer) -> int:
-    """Return the crc32c of the chunks' checksums (uint32, physical order) followed by the index.
-
-    It stands for the whole object. A plain crc32c of the object would prove nothing: the crc32c of
-    any bytes that end in their own crc32c is one constant, so it would depend on sizes alone and
-    two shards of one shape could be exchanged unnoticed.
-    """
-    return crc32c(index, crc32c(checksums.astype("<u4", copy=False).tobytes()))
-
-
-def raw_chunk_sizes(
-    geometry: ArrayGeometry, token_shard: int
-) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """Return the stored chunk sizes of a raw shard, which the geometry implies."""
-    chunks = geometry.groups_per_shard * geometry.token_chunks_in_shard(token_shard)
-    return np.full(chunks, geometry.chunk_bytes + CHECKSUM_BYTES, np.uint32)
-
-
-def pack_chunk_sizes(chunk_sizes: np.ndarray[Any, np.dtype[np.uint32]]) -> str:
-    """Return chunk sizes the way a commit carries them: base64 of little-endian uint32."""
-    return base64.b64encode(chunk_sizes.astype("<u4").tobytes()).decode()
-
-
-def unpack_chunk_sizes(
-    text: str, geometry: ArrayGeometry, token_shard: int, name: str
-) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    """Return a commit's chunk sizes. Raises `FormatError` if they are not one per chunk."""
-    expected = geometry.groups_per_shard * geometry.token_chunks_in_shard(token_shard)
-    try:
-        data = base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise FormatError(f"{name}: its chunk sizes are not base64 ({error})") from error
-    if len(data) != 4 * expected:
-        raise FormatError(f"{name}: {len(data)} bytes of chunk sizes for {expected} chunks")
-    return np.frombuffer(data, "<u4")
+def _tag(named: int, number: int, checksum: int) -> int:
+    """Return a chunk's tag; `named` is the crc32c of its shard's name relative to the run."""
+    return crc32c(_TWO.pack(number, checksum), named)
 
 
 def decode_chunk(
-    geometry: ArrayGeometry, stored: Buffer, codec: Codec, dtype: np.dtype[Any], name: str
+    geometry: ArrayGeometry,
+    stored: Buffer,
+    codec: Codec,
+    dtype: np.dtype[Any],
+    key: str,
+    number: int,
 ) -> np.ndarray[Any, Any]:
-    """Return a chunk's values [g, chunk tokens, D] from its stored bytes, crc32c included.
+    """Return a chunk's values [g, chunk tokens, D] from its stored bytes, crc32c and tag included.
 
-    A raw chunk is a read-only view of `stored`. `name` is the shard's, for messages. Raises
-    `DamagedObject` if the bytes do not match their checksum or are not exactly one chunk.
+    A raw chunk is a read-only view of `stored`. `key` is the shard's name relative to the run,
+    `number` the chunk's in it. Raises `DamagedObject` if the bytes do not match their checksum, are
+    not exactly one chunk, or were written for another place.
     """
-    values = checked_chunk(stored, name)
+    values = _checked_chunk(geometry, stored, key, number)
     shape = (geometry.group_heads, geometry.chunk_tokens, geometry.head_size)
     if codec is Codec.RAW:
         if values.nbytes != geometry.chunk_bytes:
             raise DamagedObject(
-                f"{name}: a raw chunk of {values.nbytes} bytes where {geometry.chunk_bytes} "
-                "belong; run "
-                "`attnstore verify`"
+                f"{key}: a raw chunk of {values.nbytes} bytes where {geometry.chunk_bytes} "
+                "belong; run `attnstore verify`"
             )
         return np.frombuffer(values, dtype).reshape(shape)
     out = np.empty(geometry.chunk_bytes, np.uint8)
-    decompress(values, out, name)
+    decompress(values, out, key)
     return out.view(dtype).reshape(shape)
 
 
-def checked_chunk(stored: Buffer, name: str) -> memoryview:
-    """Return stored chunk bytes without their crc32c, after checking it. Raises `DamagedObject`."""
+def stored_checksum(geometry: ArrayGeometry, stored: Buffer) -> bytes:
+    """Return the 4 crc32c bytes of a chunk's stored bytes, tag included, unchecked."""
+    end = memoryview(stored).nbytes - geometry.tag_bytes
+    return bytes(memoryview(stored)[end - CHECKSUM_BYTES : end])
+
+
+def _checked_chunk(geometry: ArrayGeometry, stored: Buffer, key: str, number: int) -> memoryview:
+    """Return stored chunk bytes without crc32c and tag, after checking both."""
     view = memoryview(stored).cast("B")
-    if view.nbytes <= CHECKSUM_BYTES:
-        raise DamagedObject(f"{name}: a chunk of {view.nbytes} bytes; run `attnstore verify`")
-    values, ending = view[:-CHECKSUM_BYTES], view[-CHECKSUM_BYTES:]
-    stated, actual = _CRC.unpack(ending)[0], crc32c(values)
+    end = view.nbytes - geometry.tag_bytes
+    if end <= CHECKSUM_BYTES:
+        raise DamagedObject(f"{key}: a chunk of {view.nbytes} bytes; run `attnstore verify`")
+    values = view[: end - CHECKSUM_BYTES]
+    stated, actual = _CRC.unpack_from(view, end - CHECKSUM_BYTES)[0], crc32c(values)
     if stated != actual:
         raise DamagedObject(
-            f"{name}: a chunk's crc32c says {stated:08x}, its bytes give {actual:08x}; run "
+            f"{key}: a chunk's crc32c says {stated:08x}, its bytes give {actual:08x}; run "
             "`attnstore verify`"
         )
+    if geometry.tags:
+        tag, due = _CRC.unpack_from(view, end)[0], _tag(crc32c(key.encode()), number, actual)
+        if tag != due:
+            raise DamagedObject(
+                f"{key}: what lies in the place of chunk {number} is tagged {tag:08x}, not "
+                f"{due:08x}: it is another chunk's or another shard's; run `attnstore verify "
+                "--deep`"
+            )
     return values
+
+
+def _check_shape(
+    geometry: ArrayGeometry,
+    token_shard: int,
+    values: np.ndarray[Any, Any],
+    expected: tuple[int, ...],
+) -> None:
+    item = values.dtype.itemsize
+    if values.shape != expected or item != geometry.item_bytes:
+        raise ValueError(
+            f"token shard {token_shard} holds {expected} elements of {geometry.item_bytes} bytes, "
+            f"got {values.shape} of {item} bytes"
+        )
 
 
 def _rows_of_bytes(
     geometry: ArrayGeometry, token_shard: int, data_HTD: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, Any]:
     """Return the array as [H, T * row bytes] of uint8, a view of the same memory."""
-    expected = (geometry.shard_heads, geometry.tokens_in_shard(token_shard), geometry.head_size)
-    item = data_HTD.dtype.itemsize
-    if data_HTD.shape != expected or item != geometry.item_bytes:
-        raise ValueError(
-            f"token shard {token_shard} holds {expected} elements of {geometry.item_bytes} bytes, "
-            "got "
-            f"{data_HTD.shape} of {item} bytes"
-        )
-    if expected[1] and not data_HTD[0].flags.c_contiguous:
+    tokens, size = geometry.tokens_in_shard(token_shard), geometry.head_size
+    _check_shape(geometry, token_shard, data_HTD, (geometry.shard_heads, tokens, size))
+    if tokens and not data_HTD[0].flags.c_contiguous:
         raise ValueError(
             f"each head's [tokens, D] must be contiguous, got strides {data_HTD.strides}"
         )
     rows_HTB = data_HTD.view(np.uint8)
-    return rows_HTB.reshape(expected[0], expected[1] * expected[2] * item)
+    return rows_HTB.reshape(geometry.shard_heads, tokens * size * geometry.item_bytes)
 
 
-def _raw_chunks(
-    geometry: ArrayGeometry, token_shard: int, rows_HB: np.ndarray[Any, Any]
-) -> tuple[list[Buffer], list[int], list[int]]:
-    span = geometry.chunk_tokens * geometry.head_size * geometry.item_bytes
+def _spans(
+    geometry: ArrayGeometry, rows_HB: np.ndarray[Any, Any]
+) -> Iterator[tuple[np.ndarray[Any, Any], int]]:
+    """Yield each chunk's rows [g, bytes] in physical order, and the bytes missing at their ends."""
+    span = geometry.chunk_bytes // geometry.group_heads
     total = rows_HB.shape[1]
-    filling = bytes(geometry.token_chunks_in_shard(token_shard) * span - total)
-    heads = [memoryview(rows_HB[head]) for head in range(geometry.shard_heads)]
-    parts: list[Buffer] = []
-    checksums: list[int] = []
     for first_head in range(0, geometry.shard_heads, geometry.group_heads):
-        group = heads[first_head : first_head + geometry.group_heads]
         for start in range(0, total, span):
-            end = start + span
-            pieces: list[Buffer] = [head[start:end] for head in group]
-            if end > total:
-                pieces = [piece for head in pieces for piece in (head, filling)]
-            checksum = 0
-            for piece in pieces:
-                checksum = crc32c(piece, checksum)
-            parts += pieces
-            parts.append(_CRC.pack(checksum))
-            checksums.append(checksum)
-    return parts, [geometry.chunk_bytes + CHECKSUM_BYTES] * len(checksums), checksums
+            rows_gB = rows_HB[first_head : first_head + geometry.group_heads, start : start + span]
+            yield rows_gB, span - rows_gB.shape[1]
 
 
-def _compressed_chunks(
+def _raw_pieces(
+    geometry: ArrayGeometry, rows_HB: np.ndarray[Any, Any], _: Codec
+) -> Iterator[Sequence[Buffer]]:
+    for rows_gB, missing in _spans(geometry, rows_HB):
+        heads = [memoryview(row_B) for row_B in rows_gB]
+        yield [piece for head in heads for piece in (head, bytes(missing))] if missing else heads
+
+
+def _compressed_pieces(
     geometry: ArrayGeometry, rows_HB: np.ndarray[Any, Any], codec: Codec
-) -> tuple[list[Buffer], list[int], list[int]]:
-    span = geometry.chunk_tokens * geometry.head_size * geometry.item_bytes
-    total = rows_HB.shape[1]
-    parts: list[Buffer] = []
-    sizes: list[int] = []
-    checksums: list[int] = []
-    scratch_gB = np.empty((geometry.group_heads, span), np.uint8)
+) -> Iterator[Sequence[Buffer]]:
+    scratch_gB = np.empty(
+        (geometry.group_heads, geometry.chunk_bytes // geometry.group_heads), np.uint8
+    )
     element = np.dtype(f"V{geometry.item_bytes}")
-    for first_head in range(0, geometry.shard_heads, geometry.group_heads):
-        group_gB = rows_HB[first_head : first_head + geometry.group_heads]
-        for start in range(0, total, span):
-            width = min(span, total - start)
-            scratch_gB[:, :width] = group_gB[:, start : start + width]
-            scratch_gB[:, width:] = 0
-            frame = compress(codec, scratch_gB.view(element))
-            checksum = crc32c(frame)
-            parts += (frame, _CRC.pack(checksum))
-            sizes.append(len(frame) + CHECKSUM_BYTES)
-            checksums.append(checksum)
-    return parts, sizes, checksums
+    for rows_gB, missing in _spans(geometry, rows_HB):
+        held = scratch_gB.shape[1] - missing
+        scratch_gB[:, :held] = rows_gB
+        scratch_gB[:, held:] = 0
+        yield (compress(codec, scratch_gB.view(element)),)

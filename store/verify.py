@@ -1,9 +1,9 @@
 """Whether what is stored is what the commits say. Lists every problem it finds; repairs nothing.
 
 The default compares names, sizes and documents: one listing and one small read per commit. `deep`
-also reads every byte of every object a commit names and checks each chunk's crc32c, each shard's
-index and each object's checksum. Damage never raises here; only a store that cannot be reached
-does.
+also reads every byte of every object a commit names and checks each chunk's crc32c and tag, each
+shard's index and each object's checksum. Damage never raises here; only a store that cannot be
+reached does.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 
 from store import keys
 from store.checksum import crc32c, hex_crc32c
-from store.codec import DTYPES, Codec
+from store.codec import DTYPES
 from store.commit import commit_problems, committed_units, missing_objects, read_commit_leniently
 from store.committed_units import COLUMNS, CommittedUnits, UnitRow
 from store.errors import DamagedObject, FormatError, ObjectNotFound, RunError, StoreError
@@ -35,13 +36,8 @@ from store.run_format import (
     SnapshotManifest,
 )
 from store.sealed_json import MAX_JSON_BYTES, unseal
-from store.shard import (
-    decode_chunk,
-    raw_chunk_sizes,
-    shard_checksum,
-    shard_index,
-    unpack_chunk_sizes,
-)
+from store.shard import decode_chunk, stored_checksum
+from store.shard_index import chunk_offsets, shard_checksum, shard_index
 from store.snapshot import LATEST, read_snapshot, snapshot_names
 from store.verify_report import VerifyReport
 from store.zarr_metadata import metadata_problem
@@ -50,7 +46,6 @@ MAX_OBJECT_BYTES = 1 << 30
 SHALLOW_THREADS = 16
 DEEP_THREADS = 4
 BATCH_UNITS = 1000
-_CHUNK_CRC = np.dtype("<u4")
 _T = TypeVar("_T", bound=Document)
 
 
@@ -173,7 +168,7 @@ def _check_object(
         if len(data) != record.bytes:
             return f"has {len(data)} bytes where the commit says {record.bytes}"
         if record.name in shards:
-            checksum = _shard_bytes_checksum(*shards[record.name], data, record.name)
+            checksum = _shard_bytes_checksum(*shards[record.name], data, prefix, record.name)
         else:
             checksum = crc32c(data)
     except (RunError, StoreError) as error:
@@ -190,25 +185,23 @@ def _check_object(
     return None
 
 
-def _shard_bytes_checksum(array: ArrayRecord, token_shard: int, data: bytes, name: str) -> int:
-    """Check every chunk and the index of a shard's bytes and return its checksum."""
+def _shard_bytes_checksum(
+    array: ArrayRecord, token_shard: int, data: bytes, prefix: str, name: str
+) -> int:
+    """Check every chunk, every tag and the index of a shard's bytes and return its checksum."""
     geometry = array.geometry()
-    if array.codec is Codec.RAW:
-        sizes = raw_chunk_sizes(geometry, token_shard)
-    else:
-        sizes = unpack_chunk_sizes(array.chunk_sizes.get(name, ""), geometry, token_shard, name)
+    sizes = array.stored_sizes(geometry, token_shard, name)
+    offsets = chunk_offsets(geometry, sizes).tolist()
     index = shard_index(geometry, token_shard, sizes)
-    if len(data) != int(sizes.sum(dtype=np.int64)) + len(index) or data[-len(index) :] != index:
+    if len(data) != offsets[-1] + len(index) or data[-len(index) :] != index:
         raise DamagedObject(f"{name}: its index is not the one its chunks give")
     view = memoryview(data)
-    checksums = np.empty(len(sizes), _CHUNK_CRC)
-    offset = 0
-    for place, size in enumerate(sizes.tolist()):
-        stored = view[offset : offset + size]
-        decode_chunk(geometry, stored, array.codec, DTYPES[array.dtype], name)
-        checksums[place] = np.frombuffer(stored[-4:], _CHUNK_CRC)[0]
-        offset += size
-    return shard_checksum(checksums, index)
+    dtype = DTYPES[array.dtype]
+    checksums = bytearray()
+    for number, (start, end) in enumerate(pairwise(offsets)):
+        decode_chunk(geometry, view[start:end], array.codec, dtype, prefix + name, number)
+        checksums += stored_checksum(geometry, view[start:end])
+    return shard_checksum(np.frombuffer(checksums, "<u4"), index)
 
 
 def _check_plan(

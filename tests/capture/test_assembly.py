@@ -105,14 +105,14 @@ class Rank:
         for shard in range(cut.num_token_shards):
             name = f"{site}/c/0/{shard}/0/0"
             record = next(record for record in report.objects if record.name == name)
-            data = self.objects.get(
-                f"data/{report.key:08d}/a{report.key}/{name}", max_bytes=1 << 20
-            )
+            key = f"data/{report.key:08d}/a{report.key}/{name}"
+            data = self.objects.get(key, max_bytes=1 << 20)
             assert len(data) == record.bytes
-            stored = cut.chunk_bytes + 4
+            stored = cut.raw_chunk_stride
             for chunk in range(-(-cut.tokens_in_shard(shard) // cut.chunk_tokens)):
                 part = memoryview(data)[chunk * stored : (chunk + 1) * stored]
-                pieces.append(decode_chunk(cut, part, self.codec, np.dtype("float32"), name))
+                dtype = np.dtype("float32")
+                pieces.append(decode_chunk(cut, part, self.codec, dtype, key, chunk))
         return np.concatenate(pieces, axis=1)[:, :num_tokens]
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from store import keys
-from store.codec import DTYPES, Codec
+from store.codec import DTYPES
 from store.commit import read_commit
 from store.objects.protocol import ObjectStore
-from store.shard import decode_chunk, raw_chunk_sizes, unpack_chunk_sizes
+from store.shard import decode_chunk
+from store.shard_index import chunk_offsets
 
 
 def committed_values(objects: ObjectStore, key: str) -> dict[str, np.ndarray]:
@@ -25,15 +28,11 @@ def committed_values(objects: ObjectStore, key: str) -> dict[str, np.ndarray]:
             name = array.shard_name(layer, token_shard, head_shard)
             data = objects.get(prefix + name, max_bytes=sizes[name])
             assert len(data) == sizes[name]
-            if array.codec is Codec.RAW:
-                chunk_sizes = raw_chunk_sizes(g, token_shard)
-            else:
-                chunk_sizes = unpack_chunk_sizes(array.chunk_sizes[name], g, token_shard, name)
-            offset = 0
-            for place, size in enumerate(chunk_sizes.tolist()):
-                group, chunk = divmod(place, g.token_chunks_in_shard(token_shard))
-                values = decode_chunk(g, data[offset : offset + size], array.codec, dtype, name)
-                offset += size
+            offsets = chunk_offsets(g, array.stored_sizes(g, token_shard, name)).tolist()
+            for number, (start, end) in enumerate(pairwise(offsets)):
+                group, chunk = divmod(number, g.token_chunks_in_shard(token_shard))
+                stored = data[start:end]
+                values = decode_chunk(g, stored, array.codec, dtype, prefix + name, number)
                 head = head_shard * g.shard_heads + group * g.group_heads
                 first = token_shard * g.shard_tokens + chunk * g.chunk_tokens
                 rows = out[layer, first : first + g.chunk_tokens, head : head + g.group_heads]

@@ -30,7 +30,8 @@ from store.run_format import (
     RankRecord,
     RunManifest,
 )
-from store.shard import encode_shard, pack_chunk_sizes
+from store.shard import encode_shard
+from store.shard_index import pack_chunk_sizes
 
 RUN_ID = "0123456789abcdef"
 Array = np.ndarray[Any, Any]
@@ -111,8 +112,9 @@ def write_unit(
             data_HTD = np.ascontiguousarray(
                 sample.arrays[site][layer, tokens, heads].swapaxes(0, 1)
             )
-            encoded = encode_shard(geometry, token_shard, data_HTD, shape.codec)
-            record = writer.put_shard(site, coordinates, encoded)
+            key = writer.shard_key(site, coordinates)
+            encoded = encode_shard(geometry, token_shard, data_HTD, shape.codec, key)
+            record = writer.put_shard(encoded)
             records.append(record)
             if shape.codec is not Codec.RAW:
                 sizes[record.name] = pack_chunk_sizes(encoded.chunk_sizes)
@@ -147,18 +149,13 @@ def array_record(
     shape: SampleShape, site: str, geometry: ArrayGeometry, chunk_sizes: dict[str, str]
 ) -> ArrayRecord:
     head_dim = "kv_head" if site in ("rot_k", "v") else "head"
-    return ArrayRecord(
+    return ArrayRecord.of(
+        geometry,
         site=site,
         dtype=shape.dtype,
         dims=["layer", "token", head_dim, "d_head"],
         layers=list(range(shape.num_layers)),
         heads=list(range(geometry.num_heads)),
-        num_tokens=geometry.num_tokens,
-        head_size=geometry.head_size,
-        shard_tokens=geometry.shard_tokens,
-        shard_heads=geometry.shard_heads,
-        chunk_tokens=geometry.chunk_tokens,
-        group_heads=geometry.group_heads,
         codec=shape.codec,
         chunk_sizes=chunk_sizes,
     )

@@ -13,7 +13,7 @@ from store.codec import Codec
 from store.errors import FormatError
 from store.geometry import MAX_CHUNK_BYTES, MAX_SHARD_BYTES, ArrayGeometry
 from store.objects.local import LocalStore
-from store.shard import ABSENT, raw_chunk_sizes, shard_index
+from store.shard_index import ABSENT, raw_chunk_sizes, shard_index
 from tests.store.committed_values import assert_same_values, committed_values
 from tests.store.sample_run import SampleShape, capture, make_unit
 from tests.store.sample_run import array_record as record_of
@@ -67,7 +67,7 @@ def test_a_raw_shards_index_is_the_implied_one(plan):
                 ]  # fmt: skip
         assert (grid[chunks:] == ABSENT).all()
         end = plan.raw_chunk_offset(shard, plan.groups_per_shard - 1, chunks - 1)
-        assert end + plan.chunk_bytes + 4 + len(index) == plan.raw_shard_bytes(shard)
+        assert end + plan.raw_chunk_stride + len(index) == plan.raw_shard_bytes(shard)
 
 
 @settings(max_examples=40, deadline=None)

@@ -21,7 +21,9 @@ from store.verify import verify_run
 from tests.store.committed_values import committed_values
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
-KINDS = ["float32-raw", "bfloat16-raw", "bfloat16-fast", "float16-small"]
+WITHOUT_TAGS = ["float32-raw", "bfloat16-raw", "bfloat16-fast", "float16-small"]
+WITH_TAGS = ["bfloat16-raw-tags", "float16-fast-tags", "float32-small-tags"]
+KINDS = WITHOUT_TAGS + WITH_TAGS
 
 STRANGER = r'''
 """Reads one slice of a run from docs/format.md alone: no import of this project."""
@@ -62,6 +64,41 @@ values = array[record["layers"].index(layer), rows, record["heads"].index(head)]
 np.save(out, values)
 '''
 
+BY_BYTES = r'''
+"""Fetches one raw chunk and checks its crc32c and tag, from docs/format.md alone."""
+import json, pathlib, sys
+import numpy as np
+from crc32c import crc32c
+
+run, unit, site, layer, head, out = sys.argv[1:]
+run, unit, layer, head = pathlib.Path(run), int(unit), int(layer), int(head)
+assert "store" not in sys.modules
+
+folder = run / "commits" / f"{unit // 1000:06d}"
+paths = sorted(folder.glob(f"{unit:08d}*.json"), key=lambda path: len(path.name))
+commit = json.loads(paths[-1].read_text())
+(record,) = [one for one in commit["arrays"] if one["site"] == site]
+assert record["codec"] == "raw" and record["tags"] is True and record["dtype"] == "bfloat16"
+head_shard, inside = divmod(record["heads"].index(head), record["shard_heads"])
+group, place = divmod(inside, record["group_heads"])
+layer_index = record["layers"].index(layer)
+name = f"data/{unit:08d}/{commit['attempt']}/{site}/c/{layer_index}/0/{head_shard}/0"
+shard = (run / name).read_bytes()
+shape = (record["group_heads"], record["chunk_tokens"], record["head_size"])
+size = 2 * shape[0] * shape[1] * shape[2]
+chunks = -(-min(record["num_tokens"], record["shard_tokens"]) // record["chunk_tokens"])
+found = []
+for token_chunk in range(chunks):
+    number = group * chunks + token_chunk
+    start = number * (size + 4 + 4)
+    values = shard[start : start + size]
+    crc, tag = shard[start + size :][:4], shard[start + size + 4 :][:4]
+    assert crc == crc32c(values).to_bytes(4, "little")
+    assert tag == crc32c(name.encode() + number.to_bytes(4, "little") + crc).to_bytes(4, "little")
+    found.append(np.frombuffer(values, "<u2").reshape(shape)[place])
+np.save(out, np.concatenate(found)[: record["num_tokens"]])
+'''
+
 
 def _truth(kind: str, unit: int, site: str) -> np.ndarray:
     return np.load(GOLDEN / kind / f"{unit}-{site}.npy")
@@ -85,6 +122,13 @@ def test_every_value_is_read_to_the_bit(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_commits_say_whether_there_are_tags(kind):
+    for path in (GOLDEN / kind / "run" / "commits").glob("0*/*.json"):
+        arrays = json.loads(path.read_text())["arrays"]
+        assert {array.get("tags") for array in arrays} == {True if kind in WITH_TAGS else None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_reader_and_the_snapshot_agree(kind):
     found = find_committed(LocalStore(GOLDEN / kind / "run"))
     assert found.snapshot is not None
@@ -100,23 +144,35 @@ def test_the_reader_and_the_snapshot_agree(kind):
 
 
 @pytest.mark.parametrize(
-    ("number", "unit", "rows", "site", "layer", "head"),
+    ("kind", "number", "unit", "rows", "site", "layer", "head"),
     [
-        (2, 0, slice(7, 277), "z", 1, 1),
-        (4, 1, slice(1, 41), "v", 0, 0),
-        (0, 0, slice(7), "rot_q", 0, 1),
+        ("float32-raw", 2, 0, slice(7, 277), "z", 1, 1),
+        ("float32-raw", 4, 1, slice(1, 41), "v", 0, 0),
+        ("float32-small-tags", 0, 0, slice(7), "rot_q", 0, 1),
     ],
 )
 def test_a_stranger_reads_a_run_from_the_specification_alone(
-    tmp_path, number, unit, rows, site, layer, head
+    tmp_path, kind, number, unit, rows, site, layer, head
 ):
-    script = tmp_path / "stranger.py"
-    script.write_text(STRANGER)
-    arguments = [GOLDEN / "float32-raw" / "run", number, site, layer, head, tmp_path / "out.npy"]
-    command = [sys.executable, str(script), *map(str, arguments)]
-    subprocess.run(command, check=True, cwd=tmp_path, timeout=120)
-    values = np.load(tmp_path / "out.npy")
-    assert np.array_equal(_bits(values), _truth("float32-raw", unit, site)[layer, rows, head])
+    values = _run(tmp_path, STRANGER, GOLDEN / kind / "run", number, site, layer, head)
+    assert np.array_equal(_bits(values), _truth(kind, unit, site)[layer, rows, head])
+
+
+@pytest.mark.parametrize(("unit", "site", "layer", "head"), [(0, "z", 1, 1), (1, "v", 0, 0)])
+def test_a_stranger_checks_every_chunk_from_the_specification_alone(
+    tmp_path, unit, site, layer, head
+):
+    kind = "bfloat16-raw-tags"
+    values = _run(tmp_path, BY_BYTES, GOLDEN / kind / "run", unit, site, layer, head)
+    assert np.array_equal(values, _truth(kind, unit, site)[layer, :, head])
+
+
+def _run(folder: Path, program: str, *arguments: object) -> np.ndarray:
+    script = folder / "stranger.py"
+    script.write_text(program)
+    command = [sys.executable, str(script), *map(str, arguments), str(folder / "out.npy")]
+    subprocess.run(command, check=True, cwd=folder, timeout=120)
+    return np.load(folder / "out.npy")
 
 
 def test_a_newer_version_is_refused_by_name():

@@ -23,7 +23,8 @@ from store.packed_pattern import (
     unpack_pattern,
 )
 from store.run_format import ArrayRecord, Commit, Outcome, PromptOutcomes
-from store.shard import encode_shard, pack_chunk_sizes
+from store.shard import encode_shard
+from store.shard_index import pack_chunk_sizes
 from store.verify import verify_run
 from tests.store.sample_run import RUN_ID, SampleShape, write_manifests
 
@@ -84,11 +85,9 @@ def test_a_unit_of_packed_patterns(tmp_path, dtype, codec):
         num_layers=LAYERS, entries=int(offsets[-1]), num_heads=HEADS, shard_heads=2, dtype=dtype
     )
     writer = AttemptWriter(objects, 0, "a0", run_id=RUN_ID)
-    array = ArrayRecord(
-        site="pattern", dtype=dtype, dims=["layer", "head", "entry"], layers=[0, 1],
-        heads=list(range(HEADS)), num_tokens=geometry.num_tokens, head_size=1,
-        shard_tokens=geometry.shard_tokens, shard_heads=2, chunk_tokens=geometry.chunk_tokens,
-        group_heads=1, codec=codec,
+    array = ArrayRecord.of(
+        geometry, site="pattern", dtype=dtype, dims=["layer", "head", "entry"], layers=[0, 1],
+        heads=list(range(HEADS)), codec=codec,
     )  # fmt: skip
     records, sizes = [], {}
     for layer, entry_shard, head_shard in geometry.shard_places():
@@ -96,8 +95,9 @@ def test_a_unit_of_packed_patterns(tmp_path, dtype, codec):
             entry_shard * geometry.shard_tokens, (entry_shard + 1) * geometry.shard_tokens
         )
         data = truth_LHE[layer, head_shard * 2 : head_shard * 2 + 2, entries, None]
-        encoded = encode_shard(geometry, entry_shard, data, codec)
-        records.append(writer.put_shard("pattern", (layer, head_shard, entry_shard), encoded))
+        key = writer.shard_key("pattern", (layer, head_shard, entry_shard))
+        encoded = encode_shard(geometry, entry_shard, data, codec, key)
+        records.append(writer.put_shard(encoded))
         sizes[records[-1].name] = pack_chunk_sizes(encoded.chunk_sizes)
     if codec is not Codec.RAW:
         array = array.model_copy(update={"chunk_sizes": sizes})

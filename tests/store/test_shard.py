@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -9,15 +12,15 @@ from store.checksum import crc32c
 from store.codec import DTYPES, Codec, compress, decompress
 from store.errors import DamagedObject, FormatError
 from store.geometry import ArrayGeometry
-from store.shard import (
-    decode_chunk,
-    encode_chunks,
-    encode_shard,
+from store.shard import decode_chunk, encode_chunks, encode_shard
+from store.shard_index import (
+    chunk_offsets,
     pack_chunk_sizes,
     raw_chunk_sizes,
     unpack_chunk_sizes,
 )
 
+KEY = "data/00000007/a0/z/c/3/0/0/0"
 SHAPES = [(4, 700, 16), (1, 1, 8), (3, 256, 64), (8, 257, 128), (9, 512, 64), (2, 40, 2048)]
 
 
@@ -42,13 +45,12 @@ def _decode(geometry, encoded, codec, dtype):
     out = np.zeros(
         (geometry.shard_heads, chunks * geometry.chunk_tokens, geometry.head_size), dtype
     )
-    offset = 0
-    for place, size in enumerate(encoded.chunk_sizes.tolist()):
-        group, chunk = divmod(place, chunks)
-        values = decode_chunk(geometry, data[offset : offset + size], codec, dtype, "s")
+    offsets = chunk_offsets(geometry, encoded.chunk_sizes).tolist()
+    for number, (start, end) in enumerate(pairwise(offsets)):
+        group, chunk = divmod(number, chunks)
+        values = decode_chunk(geometry, data[start:end], codec, dtype, KEY, number)
         heads = slice(group * geometry.group_heads, (group + 1) * geometry.group_heads)
         out[heads, chunk * geometry.chunk_tokens : (chunk + 1) * geometry.chunk_tokens] = values
-        offset += size
     return out
 
 
@@ -57,7 +59,7 @@ def _decode(geometry, encoded, codec, dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_round_trip_is_bit_exact_and_the_tail_is_zero(shape, dtype, codec):
     geometry, data_HTD = _case(*shape, dtype)
-    out = _decode(geometry, encode_shard(geometry, 0, data_HTD, codec), codec, DTYPES[dtype])
+    out = _decode(geometry, encode_shard(geometry, 0, data_HTD, codec, KEY), codec, DTYPES[dtype])
     tokens = data_HTD.shape[1]
     assert out[:, :tokens].tobytes() == data_HTD.tobytes()
     assert not out[:, tokens:].view(np.uint8).any()
@@ -67,7 +69,7 @@ def test_raw_parts_are_views_of_a_strided_array():
     geometry, _ = _case(4, 512, 16, "float32")
     backing = np.random.default_rng(1).standard_normal((4, 600, 16)).astype(np.float32)
     data_HTD = backing[:, 50:562]
-    encoded = encode_shard(geometry, 0, data_HTD, Codec.RAW)
+    encoded = encode_shard(geometry, 0, data_HTD, Codec.RAW, KEY)
     viewed = sum(
         memoryview(part).nbytes
         for part in encoded.parts
@@ -79,39 +81,40 @@ def test_raw_parts_are_views_of_a_strided_array():
 
 def test_raw_layout_is_the_one_the_geometry_implies():
     geometry, data_HTD = _case(8, 700, 128, "bfloat16")
-    encoded = encode_shard(geometry, 0, data_HTD, Codec.RAW)
+    encoded = encode_shard(geometry, 0, data_HTD, Codec.RAW, KEY)
     assert encoded.num_bytes == geometry.raw_shard_bytes(0)
     assert np.array_equal(encoded.chunk_sizes, raw_chunk_sizes(geometry, 0))
     data = b"".join(bytes(part) for part in encoded.parts)
-    start = geometry.raw_chunk_offset(0, 1, 2)
-    chunk = decode_chunk(
-        geometry, data[start : start + geometry.chunk_bytes + 4], Codec.RAW, DTYPES["bfloat16"], "s"
-    )
+    start, number = geometry.raw_chunk_offset(0, 1, 2), geometry.chunk_number(0, 1, 2)
+    stored = data[start : start + geometry.raw_chunk_stride]
+    chunk = decode_chunk(geometry, stored, Codec.RAW, DTYPES["bfloat16"], KEY, number)
     assert chunk[:, :188].tobytes() == data_HTD[4:8, 512:700].tobytes()
 
 
 @pytest.mark.parametrize("codec", list(Codec))
 def test_any_flipped_bit_of_a_chunk_raises(codec):
     geometry, data_HTD = _case(2, 300, 8, "float32")
-    encoded = encode_shard(geometry, 0, data_HTD, codec)
-    stored = bytearray(b"".join(bytes(part) for part in encoded.parts)[: encoded.chunk_sizes[0]])
+    encoded = encode_shard(geometry, 0, data_HTD, codec, KEY)
+    end = int(chunk_offsets(geometry, encoded.chunk_sizes)[1])
+    stored = bytearray(b"".join(bytes(part) for part in encoded.parts)[:end])
     for place in np.random.default_rng(2).integers(0, len(stored) * 8, 300).tolist():
         stored[place // 8] ^= 1 << place % 8
-        with pytest.raises(DamagedObject, match="shard-name"):
-            decode_chunk(geometry, stored, codec, np.dtype(np.float32), "shard-name")
+        with pytest.raises(DamagedObject, match=KEY):
+            decode_chunk(geometry, stored, codec, np.dtype(np.float32), KEY, 0)
         stored[place // 8] ^= 1 << place % 8
     with pytest.raises(DamagedObject):
-        decode_chunk(geometry, stored[:3], codec, np.dtype(np.float32), "s")
+        decode_chunk(geometry, stored[:3], codec, np.dtype(np.float32), KEY, 0)
 
 
 def test_a_frame_that_claims_another_size_is_refused_before_it_is_unpacked():
     geometry, data_HTD = _case(2, 300, 8, "float32")
-    encoded = encode_shard(geometry, 0, data_HTD, Codec.FAST)
+    encoded = encode_shard(geometry, 0, data_HTD, Codec.FAST, KEY)
     frame = bytearray(encoded.parts[0])
     frame[4:8] = (1 << 30).to_bytes(4, "little")
     stored = bytes(frame) + crc32c(frame).to_bytes(4, "little")
+    geometry = replace(geometry, tags=False)
     with pytest.raises(DamagedObject, match="should hold"):
-        decode_chunk(geometry, stored, Codec.FAST, np.dtype(np.float32), "s")
+        decode_chunk(geometry, stored, Codec.FAST, np.dtype(np.float32), KEY, 0)
 
 
 @pytest.mark.parametrize("codec", [Codec.FAST, Codec.SMALL])
@@ -135,7 +138,7 @@ def test_frames_made_up_by_an_attacker_are_damage_or_values_but_no_crash(codec):
 def test_shards_of_one_shape_have_different_checksums():
     geometry, one = _case(2, 300, 8, "float32", seed=1)
     _, other = _case(2, 300, 8, "float32", seed=2)
-    first, second = (encode_shard(geometry, 0, data, Codec.RAW) for data in (one, other))
+    first, second = (encode_shard(geometry, 0, data, Codec.RAW, KEY) for data in (one, other))
     assert first.crc32c != second.crc32c
 
 
@@ -149,28 +152,28 @@ def test_chunks_in_order_give_the_same_shard(shape, codec):
     padded_HTD[:, :tokens] = data_HTD
     cut = (geometry.groups_per_shard, geometry.group_heads, chunks, geometry.chunk_tokens, size)
     chunks_GCgtD = np.ascontiguousarray(padded_HTD.reshape(cut).swapaxes(1, 2))
-    one = encode_shard(geometry, 0, data_HTD, codec)
-    other = encode_chunks(geometry, 0, chunks_GCgtD, codec)
+    one = encode_shard(geometry, 0, data_HTD, codec, KEY)
+    other = encode_chunks(geometry, 0, chunks_GCgtD, codec, KEY)
     assert b"".join(map(bytes, other.parts)) == b"".join(map(bytes, one.parts))
     assert (other.num_bytes, other.crc32c) == (one.num_bytes, one.crc32c)
     assert np.array_equal(other.chunk_sizes, one.chunk_sizes)
     with pytest.raises(ValueError, match="holds"):
-        encode_chunks(geometry, 0, chunks_GCgtD[..., :-1], codec)
+        encode_chunks(geometry, 0, chunks_GCgtD[..., :-1], codec, KEY)
 
 
 def test_the_wrong_array_is_refused():
     geometry, data_HTD = _case(4, 300, 8, "float32")
     with pytest.raises(ValueError, match="holds"):
-        encode_shard(geometry, 0, data_HTD[:2], Codec.RAW)
+        encode_shard(geometry, 0, data_HTD[:2], Codec.RAW, KEY)
     with pytest.raises(ValueError, match="holds"):
-        encode_shard(geometry, 0, data_HTD.astype(np.float16), Codec.RAW)
+        encode_shard(geometry, 0, data_HTD.astype(np.float16), Codec.RAW, KEY)
     with pytest.raises(ValueError, match="contiguous"):
-        encode_shard(geometry, 0, np.asfortranarray(data_HTD), Codec.RAW)
+        encode_shard(geometry, 0, np.asfortranarray(data_HTD), Codec.RAW, KEY)
 
 
 def test_chunk_sizes_survive_the_commit_and_wrong_ones_are_refused():
     geometry, data_HTD = _case(4, 700, 16, "float32")
-    sizes = encode_shard(geometry, 0, data_HTD, Codec.SMALL).chunk_sizes
+    sizes = encode_shard(geometry, 0, data_HTD, Codec.SMALL, KEY).chunk_sizes
     text = pack_chunk_sizes(sizes)
     assert np.array_equal(unpack_chunk_sizes(text, geometry, 0, "s"), sizes)
     with pytest.raises(FormatError):

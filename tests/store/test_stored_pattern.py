@@ -9,15 +9,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from store import keys
 from store.attempt import AttemptWriter
 from store.codec import Codec
-from store.commit import commit_unit
+from store.commit import commit_unit, read_commit
 from store.errors import DamagedObject, SiteNotFound
 from store.objects.local import LocalStore
 from store.packed_pattern import UINT8_WORST_ERROR, entry_offsets, pack_pattern, plan_pattern
 from store.run import Run, open_run
 from store.run_format import ArrayRecord, Commit, Outcome, PromptOutcomes
-from store.shard import encode_shard, pack_chunk_sizes
+from store.shard import encode_shard
+from store.shard_index import pack_chunk_sizes
 from tests.store.sample_run import RUN_ID, SampleShape, write_manifests
 
 LENGTHS = [300, 0, 70]
@@ -58,14 +60,13 @@ def write(objects: LocalStore, dtype: str) -> dict[str, Array]:
         data = packed[layer][
             head_shard * 2 : head_shard * 2 + 2, first : first + geometry.shard_tokens, None
         ]
-        encoded = encode_shard(geometry, entry_shard, np.ascontiguousarray(data), Codec.FAST)
-        records.append(writer.put_shard("pattern", (layer, head_shard, entry_shard), encoded))
+        key = writer.shard_key("pattern", (layer, head_shard, entry_shard))
+        encoded = encode_shard(geometry, entry_shard, np.ascontiguousarray(data), Codec.FAST, key)
+        records.append(writer.put_shard(encoded))
         sizes[records[-1].name] = pack_chunk_sizes(encoded.chunk_sizes)
-    array = ArrayRecord(
-        site="pattern", dtype=dtype, dims=["layer", "head", "entry"], layers=[0, 1],
-        heads=list(range(HEADS)), num_tokens=geometry.num_tokens, head_size=1,
-        shard_tokens=geometry.shard_tokens, shard_heads=2, chunk_tokens=geometry.chunk_tokens,
-        group_heads=1, codec=Codec.FAST, chunk_sizes=sizes,
+    array = ArrayRecord.of(
+        geometry, site="pattern", dtype=dtype, dims=["layer", "head", "entry"], layers=[0, 1],
+        heads=list(range(HEADS)), codec=Codec.FAST, chunk_sizes=sizes,
     )  # fmt: skip
     records += writer.put_metadata([array])
     commit = Commit(
@@ -125,3 +126,22 @@ def test_a_damaged_pattern_raises(tmp_path) -> None:
     path.write_bytes(data)
     with pytest.raises(DamagedObject, match="crc32c"):
         open_run(str(tmp_path)).pattern("p0", 0, 0)
+
+
+def test_a_pattern_of_another_place_raises(tmp_path) -> None:
+    objects = LocalStore(tmp_path)
+    write(objects, "float32")
+    commit = read_commit(objects, keys.commit_key(0))
+    (array,) = commit.arrays
+    geometry = array.geometry()
+    assert geometry.num_token_shards == 1
+    patterns = [pack_pattern(causal(rows, 0), "float32") for rows in (300, 70)]
+    data = np.ascontiguousarray(np.concatenate(patterns, axis=1)[:2, :, None])
+    own, other = (f"data/00000000/a0/{array.shard_name(n, 0, 0)}" for n in (0, 1))
+    stored = objects.get(own, max_bytes=1 << 24)
+    for key in (own, other):
+        parts = encode_shard(geometry, 0, data, Codec.FAST, key).parts
+        assert (b"".join(map(bytes, parts)) == stored) == (key == own)
+        objects.put(own, parts)
+    with pytest.raises(DamagedObject, match="another shard's"):
+        open_run(str(tmp_path)).pattern("p0", 0, 0, query=5)

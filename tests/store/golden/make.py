@@ -1,5 +1,6 @@
-"""Writes the golden runs of format version 1. They were written once and must never be written
-again.
+"""Writes golden runs of format version 1. They were written once and must never be written again.
+
+Those without `-tags` are of the time before chunks had tags; this code cannot write them any more.
 
 python -m tests.store.golden.make FOLDER
 """
@@ -18,13 +19,12 @@ from store.snapshot import write_snapshot
 from tests.store.sample_run import RUN_ID, SampleShape, capture, sample_units, write_manifests
 
 LENGTHS = [[7, 0, 270], [1, 40]]
-KINDS = [("float32", Codec.RAW), ("bfloat16", Codec.RAW), ("bfloat16", Codec.FAST),
-         ("float16", Codec.SMALL)]  # fmt: skip
+KINDS = [("bfloat16", Codec.RAW), ("float16", Codec.FAST), ("float32", Codec.SMALL)]
 
 
 def main() -> None:
     for dtype, codec in KINDS:
-        folder = Path(sys.argv[1]) / f"{dtype}-{codec}"
+        folder = Path(sys.argv[1]) / f"{dtype}-{codec}-tags"
         objects = LocalStore(folder / "run")
         shape = SampleShape(
             num_layers=2, num_heads=2, num_kv_heads=1, head_size=4, ranks=2, dtype=dtype,
