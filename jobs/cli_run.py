@@ -159,9 +159,11 @@ def _print_estimate(found: Any, *, as_json: bool) -> None:
         typer.echo(json.dumps(found.as_json()))
         return
     unusable = f", {found.unusable} of them cannot be captured" if found.unusable else ""
+    most = " (the most: a continued prompt may end early)" if found.upper_bound else ""
     facts = [
         ("prompts", f"{found.prompts}{unusable}"),
-        ("tokens", f"{found.tokens} in {found.units} units"),
+        ("tokens", f"{found.tokens} in {found.units} units{most}"),
+        *([("rows", f"{found.rows} are kept")] if found.rows != found.tokens else []),
         *((f"raw {site}", f"{n} ({human_bytes(n)})") for site, n in found.site_bytes.items()),
         ("raw bytes", f"{found.raw_bytes} ({human_bytes(found.raw_bytes)})"),
         ("expected", f"{human_bytes(found.stored_bytes)} with the run's codec"),

@@ -6,6 +6,9 @@ read and tokenized once, as the run itself will do it.
 
 from __future__ import annotations
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jobs.config import RunConfig
 from jobs.errors import QuotaExceeded
 from jobs.estimate import Estimate, Rates, estimate
@@ -13,11 +16,14 @@ from jobs.model_identity import attention_shape
 from jobs.packing import UnitPacker
 from jobs.plan import make_prompter, read_unit_table
 from jobs.prepare import PreparedRun, committed_mask, find_run
+from jobs.schedule import UnitTable
 from jobs.sources import PromptSource
 from jobs.status import read_status
+from jobs.stored_rows import Counts, StoredRows
 from store.byte_count import human_bytes
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
+from store.plan import read_prompt_file
 
 
 def preview(config: RunConfig, rates: Rates) -> Estimate:
@@ -27,52 +33,97 @@ def preview(config: RunConfig, rates: Rates) -> Estimate:
     found = find_run(objects, config)
     if found is not None:
         return estimate_missing(objects, config, found, rates)
-    packer = UnitPacker(config.capture.unit_tokens)
+    packer, stored = UnitPacker(config.capture.unit_tokens), StoredRows(config)
+    lengths: list[int] = []
     units: list[int] = []
-    prompts = unusable = 0
-    more = generated_rows(config)
+    prompts = unusable = tokens = 0
+
+    def close() -> None:
+        units.append(int(stored.of_prompts(np.array(lengths, np.int64)).sum()))
+        lengths.clear()
+
     for prompt in make_prompter(config).prompts(PromptSource(config.prompts).records()):
         prompts += 1
         unusable += prompt.reason is not None
-        if full := packer.add(prompt.rows):
-            units.append(full.num_tokens + more * full.num_prompts)
-    if last := packer.close():
-        units.append(last.num_tokens + more * last.num_prompts)
+        if packer.add(prompt.rows):
+            close()
+        lengths.append(prompt.rows)
+        tokens += prompt.rows
+    if packer.close():
+        close()
     shape = attention_shape(config.model)
-    return estimate(config, shape, units, prompts=prompts, unusable=unusable, rates=rates)
+    return estimate(
+        config,
+        shape,
+        units,
+        tokens=None if config.generate.tokens else tokens,
+        prompts=prompts,
+        unusable=unusable,
+        rates=rates,
+    )
 
 
 def estimate_missing(
     objects: ObjectStore, config: RunConfig, run: PreparedRun, rates: Rates
 ) -> Estimate:
-    """Return the estimate of a planned run's missing units."""
+    """Return the estimate of a planned run's missing units.
+
+    Where rows are not just tokens it reads the plan's prompts, file by file.
+    """
     table = read_unit_table(objects, run.segments)
     missing = ~committed_mask(objects, run.num_units)
-    rows = table.num_tokens + generated_rows(config) * table.num_prompts
-    return estimate(
-        config,
-        attention_shape(config.model),
-        rows[missing],
-        prompts=int(table.num_prompts[missing].sum()),
-        unusable=0,
-        rates=rates,
-    )
-
-
-def generated_rows(config: RunConfig) -> int:
-    """Return how many rows a continued prompt adds at most: the last token is never fed."""
-    return max(0, config.generate.tokens - 1)
+    stored = StoredRows(config)
+    rows = table.num_tokens if stored.all_tokens else _unit_rows(objects, run, table, stored)
+    return _estimate(config, table, rows, missing, rates)
 
 
 def check_quota(objects: ObjectStore, config: RunConfig, run: PreparedRun) -> None:
     """Raise `QuotaExceeded` where what is stored and what is missing exceed `max_bytes`."""
     if config.max_bytes is None:
         return
-    stored = read_status(objects).bytes
-    expected = estimate_missing(objects, config, run, Rates()).stored_bytes
-    if stored + expected > config.max_bytes:
+    held = read_status(objects).bytes
+    table, stored = read_unit_table(objects, run.segments), StoredRows(config)
+    missing = ~committed_mask(objects, run.num_units)
+    most = stored.of_units(table.num_tokens, table.num_prompts)
+    expected = _estimate(config, table, most, missing, Rates()).stored_bytes
+    if held + expected > config.max_bytes and not stored.all_tokens:
+        # Only the most it can be, so far; the exact count reads every prompt of the plan.
+        expected = estimate_missing(objects, config, run, Rates()).stored_bytes
+    if held + expected > config.max_bytes:
         raise QuotaExceeded(
-            f"the run holds {human_bytes(stored)} and would store about {human_bytes(expected)} "
+            f"the run holds {human_bytes(held)} and would store about {human_bytes(expected)} "
             f"more; max_bytes is {human_bytes(config.max_bytes)}. Raise max_bytes, take fewer "
             "prompts, sites or layers, or another codec"
         )
+
+
+def _estimate(
+    config: RunConfig, table: UnitTable, rows: Counts, missing: NDArray[np.bool_], rates: Rates
+) -> Estimate:
+    return estimate(
+        config,
+        attention_shape(config.model),
+        rows[missing],
+        tokens=None if config.generate.tokens else int(table.num_tokens[missing].sum()),
+        prompts=int(table.num_prompts[missing].sum()),
+        unusable=0,
+        rates=rates,
+    )
+
+
+def _unit_rows(
+    objects: ObjectStore, run: PreparedRun, table: UnitTable, stored: StoredRows
+) -> Counts:
+    """Each unit's rows, from the lengths of its prompts."""
+    units = np.zeros(len(table), np.int64)
+    for manifest in run.segments:
+        number = manifest.first_prompt
+        for place in range(len(manifest.prompts)):
+            prompts = read_prompt_file(objects, manifest, place, ["num_tokens", "plan_reason"])
+            lengths = prompts["num_tokens"].to_numpy().astype(np.int64)
+            lengths[~prompts["plan_reason"].is_null().to_numpy()] = 0
+            numbers = number + np.arange(len(lengths))
+            unit = np.searchsorted(table.first_prompt, numbers, side="right") - 1
+            np.add.at(units, unit, stored.of_prompts(lengths))
+            number += len(lengths)
+    return units

@@ -1,7 +1,8 @@
 """What a run will store and how long it will take, before any engine starts. Pure arithmetic.
 
 Bytes of raw arrays are exact: they come from the same geometry that cuts the arrays, unit by unit,
-with checksums, indexes and the filled-up last chunks. What a codec makes of them is an expectation.
+with checksums, indexes and the filled-up last chunks; where prompts are continued they are the most
+there can be, since a prompt may end early. What a codec makes of them is an expectation.
 """
 
 from __future__ import annotations
@@ -45,10 +46,14 @@ class Estimate:
     prompts: int
     unusable: int
     tokens: int
-    """Rows to be stored; with generation the most there can be."""
+    """What the engines compute; with generation the most there can be."""
+    rows: int
+    """Those of them that are stored: `capture.positions` may leave some out."""
     units: int
     site_bytes: dict[str, int]
-    """Site -> exact raw bytes."""
+    """Site -> raw bytes, exact; with generation the most there can be."""
+    upper_bound: bool
+    """Whether rows and bytes are the most there can be: prompts are continued and may end early."""
     objects: int
     stored_bytes: int
     """Expected bytes with the run's codec."""
@@ -66,7 +71,9 @@ class Estimate:
             "prompts": self.prompts,
             "unusable_prompts": self.unusable,
             "tokens": self.tokens,
+            "rows": self.rows,
             "units": self.units,
+            "upper_bound": self.upper_bound,
             "raw_bytes_per_site": self.site_bytes,
             "raw_bytes": self.raw_bytes,
             "expected_bytes": self.stored_bytes,
@@ -80,27 +87,33 @@ class Estimate:
 def estimate(
     config: RunConfig,
     shape: AttentionShape,
-    unit_tokens: Iterable[int],
+    unit_rows: Iterable[int],
     *,
+    tokens: int | None = None,
     prompts: int,
     unusable: int,
     rates: Rates,
 ) -> Estimate:
-    """Return what units of these token counts (rows, generated ones included) will take."""
-    tokens, counts = np.unique(np.fromiter(unit_tokens, dtype=np.int64), return_counts=True)
+    """Return what units of so many stored rows (generated ones included) will take.
+
+    `tokens` is how many the engines compute for them, where it is not the rows alone.
+    """
+    sizes, counts = np.unique(np.fromiter(unit_rows, dtype=np.int64), return_counts=True)
     layers = len(config.capture.layers) if config.capture.layers is not None else shape.layers
     site_bytes = dict.fromkeys(map(str, config.capture.sites), 0)
     objects = 0
-    for num_tokens, count in zip(tokens.tolist(), counts.tolist(), strict=True):
+    for num_rows, count in zip(sizes.tolist(), counts.tolist(), strict=True):
         objects += count * 2  # the group's zarr.json and the commit
-        if not num_tokens:
+        if not num_rows:
             continue
+        objects += count * bool(config.generate.tokens)  # generated.parquet
         for site in config.capture.sites:
-            cut = _geometry(config, shape, site, layers, num_tokens)
+            cut = _geometry(config, shape, site, layers, num_rows)
             shards = [cut.raw_shard_bytes(place) for place in range(cut.num_token_shards)]
             site_bytes[str(site)] += count * sum(shards) * layers * cut.num_head_shards
             objects += count * (len(shards) * layers * cut.num_head_shards + 1)
-    total = int((tokens * counts).sum())
+    rows = int((sizes * counts).sum())
+    total = rows if tokens is None else tokens
     stored = int(sum(site_bytes.values()) / EXPECTED_RATIO[config.capture.codec])
     hours, bound = _time(config, total, stored, rates)
     cost = rates.dollars_per_tb_month
@@ -108,8 +121,10 @@ def estimate(
         prompts=prompts,
         unusable=unusable,
         tokens=total,
+        rows=rows,
         units=int(counts.sum()),
         site_bytes=site_bytes,
+        upper_bound=bool(config.generate.tokens) and not config.generate.ignore_eos,
         objects=objects,
         stored_bytes=stored,
         hours=hours,
