@@ -35,6 +35,7 @@ from jobs.prepare import (
     check_source,
     committed_mask,
     create_run,
+    done_mask,
     extend_run,
     find_run,
     unit_columns,
@@ -52,6 +53,7 @@ from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
 from store.run_format import ModelManifest
 from store.sealed_json import MAX_JSON_BYTES
+from store.snapshot import find_committed
 from store.verify import verify_run
 
 STEP_SECONDS = 0.25
@@ -177,9 +179,11 @@ def _capture(
     log: EventLog,
     view: Callable[[], ProgressView],
 ) -> Bound | None:
-    done = committed_mask(objects, prepared.num_units)
+    committed = find_committed(objects)
+    done = done_mask(committed, prepared.num_units)
     units = unit_columns(objects, prepared)
-    repairs = {unit: begin_repair(objects, unit) for unit in damaged}
+    again = {*damaged, *(unit for unit in committed.lost if unit < len(units))}
+    repairs = {u: begin_repair(objects, u, named=committed.repair(u)) for u in sorted(again)}
     done[damaged] = False
     schedule = Schedule(units, done, config.workers.max_attempts, repairs)
     if not schedule.num_missing:

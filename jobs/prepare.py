@@ -30,6 +30,7 @@ from jobs.plan import (
 from jobs.schedule import UnitTable
 from jobs.sources import PromptSource
 from store import keys
+from store.committed_units import CommittedUnits
 from store.errors import FrozenFieldChanged, ObjectExists, ObjectNotFound, RunNotFound
 from store.objects.probe import probe_create_only
 from store.objects.protocol import ObjectStore
@@ -145,9 +146,14 @@ def missing_units(objects: ObjectStore, run: PreparedRun) -> np.ndarray:
 
 def committed_mask(objects: ObjectStore, num_units: int) -> np.ndarray:
     """Return which units are committed; bool [num_units]."""
+    return done_mask(find_committed(objects), num_units)
+
+
+def done_mask(committed: CommittedUnits, num_units: int) -> np.ndarray:
+    """Return which units are committed; bool [num_units]."""
     done = np.zeros(num_units, dtype=bool)
-    committed = find_committed(objects).units()
-    done[committed[committed < num_units]] = True
+    units = committed.units()
+    done[units[units < num_units]] = True
     return done
 
 

@@ -94,10 +94,12 @@ def committed_units(objects: ObjectStore) -> dict[int, str]:
     return {unit: keys.commit_key(unit, repair) for unit, repair in sorted(highest.items())}
 
 
-def begin_repair(objects: ObjectStore, unit: int) -> int:
+def begin_repair(objects: ObjectStore, unit: int, *, named: int | None = None) -> int:
     """Announce that `unit` is captured again and return the repair number to commit under.
 
-    While the announced repair has no commit, `store.gc` keeps every attempt at the unit. Raises
+    `named` is the number under which a snapshot knows the unit: where its commit was deleted, the
+    next one must have another number, or the snapshot's row would be taken for it. While the
+    announced repair has no commit, `store.gc` keeps every attempt at the unit. Raises
     `UnitNotFound` if the unit has no commit yet: then it needs no repair, only a capture.
     """
     repairs = [
@@ -105,6 +107,8 @@ def begin_repair(objects: ObjectStore, unit: int) -> int:
         for info in objects.list(keys.commit_folder(unit))
         if (parsed := keys.parse_commit_key(info.name)) is not None and parsed[0] == unit
     ]
+    if named is not None:
+        repairs.append(named)
     if not repairs:
         raise UnitNotFound(
             f"unit {unit} has no commit to repair; run `attnstore run` to capture it"

@@ -89,6 +89,8 @@ class CommittedUnits:
     damage: list[str] = field(default_factory=list)
     """Why snapshots were passed over."""
     read: dict[int, UnitRow] = field(default_factory=dict)
+    lost: dict[int, int] = field(default_factory=dict)
+    """Units that the snapshot names under this repair number, and whose commits are gone."""
 
     def __len__(self) -> int:
         return len(self.columns["unit"]) + sum(
@@ -108,6 +110,16 @@ class CommittedUnits:
         if place is None:
             return None
         return keys.commit_key(unit, int(self.columns["repair"][place]))
+
+    def forget(self, units: NDArray[np.int64]) -> None:
+        """Drop rows of the snapshot: of units whose commits are gone."""
+        if not len(units):
+            return
+        self.lost = {unit: self.repair(unit) for unit in units.tolist()}
+        kept = ~np.isin(self.columns["unit"], units)
+        self.columns = {name: column[kept] for name, column in self.columns.items()}
+        for unit in units.tolist():
+            self.exceptions.pop(unit, None)
 
     def load(self, objects: ObjectStore, map_: Mapper[Any, Any] = map) -> None:
         """Read the commits that are newer than the snapshot; those read before are kept."""
@@ -139,6 +151,12 @@ class CommittedUnits:
         ]
         found += [one for unit in self.newer for one in self.read[unit].exceptions]
         return sorted(found, key=lambda one: one.prompt)
+
+    def repair(self, unit: int) -> int:
+        """Return the highest repair number that the snapshot or a commit has for a unit, or 0."""
+        place = self.place(unit)
+        in_snapshot = 0 if place is None else int(self.columns["repair"][place])
+        return max(in_snapshot, self.newer.get(unit, 0), self.lost.get(unit, 0))
 
     def place(self, unit: int) -> int | None:
         """Return a unit's row in `columns`, or None if the snapshot has none."""

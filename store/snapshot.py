@@ -56,11 +56,19 @@ def find_committed(objects: ObjectStore) -> CommittedUnits:
         mark = keys.parse_repair_mark(info.name)
         if mark is not None and _repair_exists(objects, found, *mark):
             listed[mark[0]] = max(mark[1], listed.get(mark[0], 0))
+    found.forget(found.columns["unit"][_without_commit(found, listed)])
     for unit, repair in listed.items():
         place = found.place(unit)
         if place is None or found.columns["repair"][place] != repair:
             found.newer[unit] = repair
     return found
+
+
+def _without_commit(found: CommittedUnits, listed: dict[int, int]) -> NDArray[np.bool_]:
+    """Which of the snapshot's rows, in folders that were listed, have lost their commit since."""
+    units = found.columns["unit"]
+    in_listed_folders = units >= found.complete_folders * keys.UNITS_PER_FOLDER
+    return in_listed_folders & ~np.isin(units, np.fromiter(listed, np.int64, len(listed)))
 
 
 def write_snapshot(

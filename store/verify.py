@@ -80,7 +80,7 @@ def verify_run(
                 report.include(found)
                 if progress is not None:
                     progress(report)
-    _check_snapshots(objects, run_id, report, deep=deep)
+    _check_snapshots(objects, run_id, report, {unit for unit, _ in committed}, deep=deep)
     if deep:
         _check_other_documents(objects, report)
     return report
@@ -241,21 +241,42 @@ def _check_plan(
 
 
 def _check_snapshots(
-    objects: ObjectStore, run_id: str | None, report: VerifyReport, *, deep: bool
+    objects: ObjectStore,
+    run_id: str | None,
+    report: VerifyReport,
+    committed: set[int],
+    *,
+    deep: bool,
 ) -> None:
-    """Check that snapshots are whole and, with `deep`, that the newest agrees with the commits."""
+    """Check that snapshots are whole, that the newest one's units still have their commits, and
+    with `deep` that its rows agree with them."""
     names = snapshot_names(objects)
     for name in names:
         prefix = f"{keys.SNAPSHOTS}{name}/"
         report.objects += 1
         try:
             snapshot = read_snapshot(objects, name, run_id)
+            if name == names[-1]:
+                _check_named(objects, snapshot, committed, report)
             if deep and name == names[-1]:
                 for message in _contradictions(objects, snapshot):
                     report.add(prefix, message)
         except (RunError, StoreError) as error:
             report.add(prefix, error)
     _document(objects, LATEST, SnapshotManifest, report, optional=True)
+
+
+def _check_named(
+    objects: ObjectStore, snapshot: CommittedUnits, committed: set[int], report: VerifyReport
+) -> None:
+    """Find units whose commits were deleted after the snapshot; later ones are not listed yet."""
+    for unit in sorted(set(snapshot.columns["unit"].tolist()) - committed):
+        key = snapshot.key(unit) or ""
+        try:
+            objects.size(key)
+        except ObjectNotFound:
+            gone = f"is gone, though snapshot {snapshot.snapshot} names it"
+            report.add(key, f"{gone}; `attnstore run CONFIG --repair` captures it again", unit)
 
 
 def _contradictions(objects: ObjectStore, snapshot: CommittedUnits) -> Iterator[str]:

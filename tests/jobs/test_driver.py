@@ -16,6 +16,7 @@ import jobs.owner
 import jobs.ray_pool
 import jobs.watch
 import jobs.worker
+import store.keys
 from jobs.config import RunConfig
 from jobs.errors import (
     ConfigError,
@@ -148,6 +149,39 @@ def test_damaged_units_are_captured_again_as_repairs(
     assert verify_run(objects, deep=True).ok
     drive(config, repair=True)
     assert len(drive.events("nothing to do")) == 1
+
+
+@pytest.mark.parametrize("snapshot", [None, "open folder", "complete folder"])
+def test_a_unit_whose_commit_was_deleted_is_captured_anew(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    snapshot: str | None,
+) -> None:
+    """Also where a snapshot names it; in a complete folder of one that takes a verification."""
+    if snapshot == "complete folder":
+        monkeypatch.setattr(store.keys, "UNITS_PER_FOLDER", 2)
+    if snapshot is not None:
+        monkeypatch.setattr(jobs.driver, "SnapshotKeeper", partial(SnapshotKeeper, every=6))
+    config = make_config(write_prompts(TEXTS))
+    drive(config)
+    objects = open_store(config.output)
+    lost = committed_units(objects)[1]
+    first = read_commit(objects, lost).attempt
+    objects.delete(lost)
+    if snapshot == "complete folder":
+        assert find_committed(objects).complete_folders == 3
+        assert verify_run(objects).damaged_units == [1]
+    else:
+        assert read_status(objects).as_json()["units"]["committed"] == 5
+        assert verify_run(objects).ok is (snapshot is None)
+    drive(config, repair=snapshot == "complete folder")
+    assert len(drive.events("committed")) == 7
+    assert drive.events("committed")[-1]["unit"] == 1
+    assert read_commit(objects, committed_units(objects)[1]).attempt != first
+    assert read_status(objects).complete
+    assert verify_run(objects, deep=True).ok
 
 
 def test_a_quota_that_cannot_hold_the_run_refuses_it_before_any_worker(

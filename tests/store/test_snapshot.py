@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from store import keys
-from store.commit import commit_unit
+from store.commit import begin_repair, commit_unit
 from store.committed_units import COLUMNS, UnitRow
 from store.objects.local import LocalStore
 from store.run_format import Commit, Outcome, PromptOutcomes
@@ -184,3 +184,20 @@ def test_every_back_end_lists_what_comes_after(objects, monkeypatch):
     assert write_snapshot(objects, RUN_ID).complete_folders == 5
     again = find_committed(objects)
     assert (again.newer, len(again)) == ({}, 52)
+
+
+def test_a_row_whose_commit_was_deleted_counts_no_longer(tmp_path):
+    objects = CountingStore(tmp_path)
+    put_commits(objects, range(4))
+    write_snapshot(objects, RUN_ID)
+    objects.delete(keys.commit_key(2))
+    found = find_committed(objects)
+    assert found.units().tolist() == [0, 1, 3]
+    assert found.key(2) is None
+    found.load(objects)
+    assert found.table()["unit"].tolist() == [0, 1, 3]
+    assert [one.prompt for one in found.all_exceptions()] == [0, 1, 3]
+    assert found.lost == {2: 0}
+    repair = begin_repair(objects, 2, named=found.repair(2))
+    commit_unit(objects, small_commit(2, repair=repair))
+    assert find_committed(objects).newer == {2: 1}
