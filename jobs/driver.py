@@ -57,6 +57,7 @@ from store.snapshot import find_committed
 from store.verify import verify_run
 
 STEP_SECONDS = 0.25
+_AGAIN = "run the same command to go on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +214,12 @@ def _capture(
         log.around = display.around
         meter = Meter(dispatcher, schedule, units_planned=len(units), tokens=_tokens(units, done))
         try:
-            with _stop_signals(dispatcher, log):
+            with _stop_signals() as asked:
                 while not dispatcher.finished:
+                    if asked and dispatcher.ending is None:
+                        log("stopping", signal=asked[0])
+                        message = f"{asked[0]}: stopped after what was in flight; {_AGAIN}"
+                        dispatcher.end(Event.SIGTERM, message, time.monotonic())
                     dispatcher.step(time.monotonic(), STEP_SECONDS)
                     watch.look()
                     snapshot = meter.snapshot()
@@ -279,26 +284,25 @@ def store_model(objects: ObjectStore, facts: WorkerFacts, run_id: str) -> None:
 
 
 @contextmanager
-def _stop_signals(dispatcher: Dispatcher, log: EventLog) -> Iterator[None]:
-    """SIGTERM and Ctrl-C drain the run; a second one drops what is in flight."""
+def _stop_signals() -> Iterator[list[str]]:
+    """Note SIGTERM and Ctrl-C for the loop, which drains; a second one drops what is in flight.
+
+    The handler itself neither logs nor dispatches: it runs in the middle of whatever the driver
+    does, which may hold the log's lock.
+    """
+    asked: list[str] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield asked
         return
-    seen = 0
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        nonlocal seen
-        seen += 1
-        name = signal.Signals(number).name
-        if seen > 1:
-            raise RunInterrupted(f"{name} again: stopped at once; run the same command to go on")
-        log("stopping", signal=name)
-        message = f"{name}: stopped after what was in flight; run the same command to go on"
-        dispatcher.end(Event.SIGTERM, message, time.monotonic())
+        asked.append(signal.Signals(number).name)
+        if len(asked) > 1:
+            raise RunInterrupted(f"{asked[-1]} again: stopped at once; {_AGAIN}")
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

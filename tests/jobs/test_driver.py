@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -312,6 +315,35 @@ def test_a_cluster_without_a_node_left_ends_the_run_at_once_to_be_run_again(
     monkeypatch.setattr(LocalPool, "has_nodes", lambda _pool: True)
     assert drive(config).exit_code is ExitCode.DONE
     assert set(statuses(config).values()) == {("stored", None)}
+
+
+def test_a_signal_that_meets_the_driver_while_it_logs_drains_the_run(
+    drive: Driven,
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A handler that logged itself would wait for the log's lock for ever."""
+    write = io.StringIO.write
+    sent: list[int] = []
+
+    def write_and_signal(stream: io.StringIO, text: str) -> int:
+        if '"committed"' in text and not sent:
+            sent.append(len(drive.events("assigned")))
+            os.kill(os.getpid(), signal.SIGTERM)
+        return write(stream, text)
+
+    class Stream(io.StringIO):
+        write = write_and_signal  # type: ignore[assignment]
+
+    drive.stream = Stream()
+    config = make_config(write_prompts(TEXTS * 5))
+    with pytest.raises(RunInterrupted, match="SIGTERM: stopped after what was in flight"):
+        drive(config)
+    assert len(drive.events("stopping")) == 1
+    status = read_status(open_store(config.output))
+    assert status.units_committed == len(drive.events("assigned"))
+    assert status.units_committed < status.units_planned
 
 
 def test_a_driver_that_was_taken_over_drains_and_says_by_whom(
