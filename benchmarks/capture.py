@@ -172,6 +172,9 @@ class Bench:
         shutil.rmtree(run, ignore_errors=True)
         self.capture.reopen(StoreLocation(str(run)))
         tasks = self._units(length, count)
+        self._start_writers(len(tasks))
+        for part in run.iterdir():
+            shutil.rmtree(part)
         watched = RunFolder(run, self.options.keep_bytes)
         try:
             started = time.perf_counter()
@@ -191,6 +194,16 @@ class Bench:
         seconds = ended - started
         return EndToEnd(length * count / seconds, stored / seconds / 1e9, phases, timings)
 
+    def _start_writers(self, unit: int) -> None:
+        """Send a unit of one prompt through every writer: they start with the engine, once."""
+        ids = self.prompts(16, self.options.threads)
+        for number, prompt in enumerate(ids):
+            self.capture.admit(UnitTask(unit + number, "started", 0, (PromptTask(prompt),)))
+        while self.capture.in_flight:
+            for result in self.capture.advance():
+                if result.error is not None:
+                    raise SystemExit(result.error)
+
     def _units(self, length: int, count: int) -> list[UnitTask]:
         per_unit = max(1, self.options.unit_tokens // length)
         prompts = self.prompts(length, count)
@@ -207,13 +220,13 @@ class Bench:
         waiting, stored = list(reversed(tasks)), 0
         before = self.engine.call("capture_timings")[0]
         timings: dict[str, float] = {}
-        computed, written, busy = time.perf_counter(), 0, False
+        computed, written = time.perf_counter(), 0
         while waiting or self.capture.in_flight:
             while waiting and self.capture.in_flight < self.options.units_in_flight:
                 self.capture.admit(waiting.pop())
+            was_busy = self.engine.busy
             results = self.capture.advance()
-            was_busy, busy = busy, self.engine.busy
-            if was_busy and not busy and not waiting:
+            if was_busy and not self.engine.busy and not waiting:
                 computed, written = time.perf_counter(), watched.written_bytes()
             for result in results:
                 if result.error is not None:
