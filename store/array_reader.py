@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from store.ahead import Begun
 from store.chunk_cache import ChunkCache
 from store.codec import DTYPES
 from store.errors import DamagedObject, ObjectNotFound
@@ -34,6 +35,7 @@ from store.read_plan import (
 from store.shard import decode_chunk, stored_checksum
 
 Indices = NDArray[np.int64]
+T = TypeVar("T")
 
 _MOST_PROVEN = 1 << 20
 
@@ -178,6 +180,11 @@ class ArrayReader:
         if len(items) <= 1:
             return [function(item) for item in items]
         return list(self._threads().map(function, items))
+
+    def begin(self, call: Callable[[], T]) -> Begun[T]:
+        """Begin a call on a reading thread; over local files, where it never waits, put it off."""
+        is_local = getattr(self._objects, "small_ranges_are_cheap", False)
+        return Begun(call, None if is_local else self._threads())
 
     def _fetch(self, part: _Part, reads: Sequence[ObjectRead], use_cache: bool) -> None:
         def fetch_one(read: ObjectRead) -> None:

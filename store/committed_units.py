@@ -121,6 +121,14 @@ class CommittedUnits:
         for unit in units.tolist():
             self.exceptions.pop(unit, None)
 
+    def unit_of(self, prompt: int) -> int | None:
+        """Return the unit of a prompt by its run-wide number, if the snapshot's rows tell it."""
+        first = self.columns["first_prompt"]
+        place = int(np.searchsorted(first, prompt, side="right")) - 1
+        if place < 0 or prompt >= first[place] + self.columns["num_prompts"][place]:
+            return None
+        return int(self.columns["unit"][place])
+
     def load(self, objects: ObjectStore, map_: Mapper[Any, Any] = map) -> None:
         """Read the commits that are newer than the snapshot; those read before are kept."""
         missing = [unit for unit, repair in self.newer.items() if self._repair_read(unit) != repair]

@@ -20,6 +20,10 @@ SNAPSHOTS = "snapshots/"
 CHECKS = "checks/"
 OWNERS = "owners/"
 
+BEFORE_PLAN = "p"
+"""Sorts before `plan/` and `snapshots/` and after all folders that grow with a run: one listing of
+what comes after it tells both."""
+
 UNITS_PER_FOLDER = 1000
 
 # Letters, digits, `_`, `-` and single dots, the first no `-` and no dot; so never `.` or `..`.

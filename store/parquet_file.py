@@ -15,6 +15,8 @@ from store.run_format import PlanFile
 
 MAX_FILE_BYTES = 4 << 30
 ROW_GROUP_ROWS = 65_536
+SMALL_FILE_BYTES = 1 << 20
+"""Waking Arrow's threads for a file like this takes longer than decoding it."""
 
 
 def write_parquet(objects: ObjectStore, prefix: str, name: str, table: pa.Table) -> PlanFile:
@@ -55,9 +57,12 @@ def read_parquet(
             f"{file.crc32c}; run `attnstore verify`"
         )
     try:
-        names = columns or pq.read_schema(pa.BufferReader(data)).names
-        kept = [column for column in names if column not in without]
-        table = pq.read_table(pa.BufferReader(data), columns=kept)
+        with pq.ParquetFile(pa.BufferReader(data)) as opened:
+            held = opened.schema_arrow.names
+            kept = [column for column in columns or held if column not in without]
+            if not set(kept) <= set(held):
+                raise FormatError(f"{name} holds the columns {held}, not all of {kept}")
+            table = opened.read(kept, use_threads=len(data) > SMALL_FILE_BYTES)
     except (pa.ArrowException, OSError) as error:
         raise FormatError(f"{name} is not readable as Parquet: {error}") from error
     if table.num_rows != file.rows:

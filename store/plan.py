@@ -43,6 +43,7 @@ UNIT_FIELDS = pa.schema(
 """Columns of a units table: contiguous prompts, numbered over the whole run."""
 
 MANIFEST = "manifest.json"
+FIRST_MANIFEST = f"{keys.plan_prefix(0)}{MANIFEST}"
 _SEGMENT_MANIFEST = re.compile(r"plan/(\d{4,})/manifest\.json")
 
 

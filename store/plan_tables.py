@@ -1,28 +1,30 @@
 """The plan's tables as a reader needs them: prompts, their tokens, and which unit holds which.
 
-Knows plan segments; never knows commits or arrays. Nothing is read before it is asked for; then the
-prompts table without tokens and the units come at once. Tokens of a small plan come along; those of
-a large one are read a file at a time and the files used last are kept.
+Knows plan segments; never knows commits or arrays. Nothing is read before it is asked for (or
+begun); then the prompts table without tokens and the units come at the same time, and who needs the
+units alone does not wait for the prompts. Tokens of a small plan come along; those of a large one
+are read a file at a time and the files used last are kept.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from store.ahead import Begin, Begun
 from store.errors import FormatError, PromptNotFound
 from store.objects.protocol import ObjectStore
-from store.plan import PROMPT_FIELDS, read_prompt_file, read_prompts, read_units
+from store.plan import PROMPT_FIELDS, UNIT_FIELDS, read_prompt_file, read_prompts, read_units
 from store.run_format import PlanManifest
 
-Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
 Indices = NDArray[np.int64]
 PromptTokens = tuple[NDArray[np.int32], list[str]]
 
@@ -33,24 +35,38 @@ TOKEN_COLUMNS = ("token_ids", "token_strings")
 
 
 @dataclass(frozen=True, slots=True)
-class _Loaded:
+class _Prompts:
     prompts: pa.Table
+    tokens: pa.Table | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Units:
     units: Indices
     first_prompts: Indices
-    tokens: pa.Table | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """The tables of every segment while they are on their way."""
+
+    prompts: list[Begun[pa.Table]]
+    units: list[Begun[pa.Table]]
 
 
 class PlanTables:
     """The tables of a run's plan segments. Safe to use from several threads."""
 
     def __init__(
-        self, objects: ObjectStore, segments: Sequence[PlanManifest], map_: Mapper
+        self, objects: ObjectStore, segments: Sequence[PlanManifest], begin: Begin = Begun
     ) -> None:
         self._objects = objects
-        self._map = map_
+        self._begin = begin
         self.segments = list(segments)
         self._lock = threading.RLock()
-        self._tables: _Loaded | None = None
+        self._reading: _Reading | None = None
+        self._prompts: _Prompts | None = None
+        self._units: _Units | None = None
         self._files: OrderedDict[tuple[int, int], pa.Table] = OrderedDict()
         self._tokens: OrderedDict[int, PromptTokens] = OrderedDict()
 
@@ -62,13 +78,31 @@ class PlanTables:
     def num_units(self) -> int:
         return sum(segment.num_units for segment in self.segments)
 
+    @property
+    def only_unit(self) -> int | None:
+        """The number of the plan's unit if it has no other; then no table is read to tell it."""
+        units = [one.first_unit for one in self.segments if one.num_units]
+        return units[0] if self.num_units == 1 else None
+
     def prompts(self) -> pa.Table:
         """Return the prompts table without its token columns."""
-        return self._loaded().prompts
+        return self._read_prompts().prompts
+
+    def begin(self) -> bool:
+        """Begin to read the tables and return True, unless that was done."""
+        with self._lock:
+            if self._reading is not None:
+                return False
+            others = self.segments if self.only_unit is None else []
+            self._reading = _Reading(
+                [self._begin(partial(self._prompts_of, one)) for one in self.segments],
+                [self._begin(partial(read_units, self._objects, one)) for one in others],
+            )
+            return True
 
     def units_of(self, rows: Indices) -> tuple[Indices, Indices]:
         """Return (unit, place in the unit) of each prompt row."""
-        loaded = self._loaded()
+        loaded = self._read_units()
         at = np.searchsorted(loaded.first_prompts, rows, side="right") - 1
         return loaded.units[at], rows - loaded.first_prompts[at]
 
@@ -83,7 +117,7 @@ class PlanTables:
             return kept
 
     def _read_tokens(self, row: int) -> PromptTokens:
-        table, within = self._loaded().tokens, row
+        table, within = self._read_prompts().tokens, row
         if table is None:
             table, within = self._token_file(row)
         ids, strings = (table[name][within] for name in TOKEN_COLUMNS)
@@ -112,41 +146,54 @@ class PlanTables:
                     within -= file.rows
         raise PromptNotFound(f"there is no prompt row {row}; the run has {self.num_prompts}")
 
-    def _loaded(self) -> _Loaded:
+    def _read_prompts(self) -> _Prompts:
         with self._lock:
-            if self._tables is None:
-                self._tables = self._load()
-            return self._tables
-
-    def _load(self) -> _Loaded:
-        if not self.segments:
-            fields = [field for field in PROMPT_FIELDS if field.name not in TOKEN_COLUMNS]
-            none = np.zeros(0, np.int64)
-            return _Loaded(pa.schema(fields).empty_table(), none, none, None)
-        num_tokens = sum(segment.num_tokens for segment in self.segments)
-        is_small = num_tokens <= SMALL_PLAN_TOKENS
-        without = () if is_small else TOKEN_COLUMNS
-
-        def read(what: tuple[PlanManifest, bool]) -> pa.Table:
-            segment, wants_prompts = what
-            if wants_prompts:
-                return read_prompts(self._objects, segment, without=without)
-            return read_units(self._objects, segment)
-
-        wanted = [(segment, kind) for kind in (True, False) for segment in self.segments]
-        tables = self._map(read, wanted)
-        prompts, units = tables[: len(self.segments)], tables[len(self.segments) :]
-        for segment, part in zip(self.segments, prompts, strict=True):
-            if part.num_rows != segment.num_prompts:
-                raise FormatError(
-                    f"plan segment {segment.segment} has {part.num_rows} prompts, its manifest "
-                    f"says {segment.num_prompts}; run `attnstore verify`"
+            if self._prompts is None:
+                whole = self._joined("prompts", PROMPT_FIELDS)
+                is_small = self._is_small
+                self._prompts = _Prompts(
+                    prompts=whole.drop_columns(list(TOKEN_COLUMNS)) if is_small else whole,
+                    tokens=whole.select(list(TOKEN_COLUMNS)) if is_small else None,
                 )
-        whole = pa.concat_tables(prompts, promote_options="permissive")
-        unit_table = pa.concat_tables(units, promote_options="default").sort_by("first_prompt")
-        return _Loaded(
-            prompts=whole.drop_columns(list(TOKEN_COLUMNS)) if is_small else whole,
-            units=np.asarray(unit_table["unit"].to_numpy(), np.int64),
-            first_prompts=np.asarray(unit_table["first_prompt"].to_numpy(), np.int64),
-            tokens=whole.select(list(TOKEN_COLUMNS)) if is_small else None,
-        )
+            return self._prompts
+
+    def _read_units(self) -> _Units:
+        with self._lock:
+            if self._units is None and self.only_unit is not None:
+                # The manifest tells all of a single unit.
+                first = next(one.first_prompt for one in self.segments if one.num_units)
+                self._units = _Units(np.array([self.only_unit]), np.array([first]))
+            if self._units is None:
+                table = self._joined("units", UNIT_FIELDS).sort_by("first_prompt")
+                self._units = _Units(
+                    units=np.asarray(table["unit"].to_numpy(), np.int64),
+                    first_prompts=np.asarray(table["first_prompt"].to_numpy(), np.int64),
+                )
+            return self._units
+
+    def _joined(self, kind: Literal["prompts", "units"], without_any: pa.Schema) -> pa.Table:
+        """Return the tables of all segments as one."""
+        self.begin()
+        reading = self._reading
+        assert reading is not None
+        try:
+            parts = [one.result() for one in getattr(reading, kind)]
+        except BaseException:
+            self._reading = None
+            raise
+        parts = parts or [without_any.empty_table()]
+        return pa.concat_tables(parts, promote_options="permissive")
+
+    @property
+    def _is_small(self) -> bool:
+        return sum(segment.num_tokens for segment in self.segments) <= SMALL_PLAN_TOKENS
+
+    def _prompts_of(self, segment: PlanManifest) -> pa.Table:
+        without = () if self._is_small else TOKEN_COLUMNS
+        table = read_prompts(self._objects, segment, without=without)
+        if table.num_rows != segment.num_prompts:
+            raise FormatError(
+                f"plan segment {segment.segment} has {table.num_rows} prompts, its manifest "
+                f"says {segment.num_prompts}; run `attnstore verify`"
+            )
+        return table

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,16 +113,11 @@ class ChunkLayout:
         self, shard: str, token_shard: int, known: Container[int]
     ) -> tuple[list[int], list[ByteRange]]:
         """Return the starts of the shard's other chunks, and where each one's crc32c lies."""
-        starts: list[int] = []
-        ranges: list[ByteRange] = []
-        for group in range(self.geometry.groups_per_shard):
-            for token_chunk in range(self.geometry.token_chunks_in_shard(token_shard)):
-                start, length = self.locate(shard, token_shard, group, token_chunk)
-                if start not in known:
-                    starts.append(start)
-                    end = start + length - self.geometry.tag_bytes
-                    ranges.append(ByteRange(end - CHECKSUM_BYTES, CHECKSUM_BYTES))
-        return starts, ranges
+        offsets = self._decode_offsets(shard, token_shard).tolist()
+        before = CHECKSUM_BYTES + self.geometry.tag_bytes
+        others = [(start, end - before) for start, end in pairwise(offsets) if start not in known]
+        ranges = [ByteRange(at, CHECKSUM_BYTES) for _, at in others]
+        return [start for start, _ in others], ranges
 
     def check_whole(self, shard: str, token_shard: int, checksums: Sequence[bytes]) -> None:
         """Check that a shard's chunks, whose crc32c bytes are given in order, are the commit's.

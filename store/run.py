@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from store import keys, rebuild, run_card, stored_pattern, weights
 from store.across_prompts import AcrossPrompts
+from store.ahead import Foreseen
 from store.array_reader import ArrayReader, ReadOptions
 from store.chunk_cache import CacheStatistics
 from store.errors import ObjectNotFound, RunError, RunNotFound, SiteNotFound
@@ -25,6 +26,7 @@ from store.explain import ReadCost
 from store.labelled import TokenAxis, label
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
+from store.plan import FIRST_MANIFEST
 from store.prompt_blocks import BlockReader, choose
 from store.run_format import LayerSemantics, ModelManifest, RunManifest, Site
 from store.run_index import Prompt, RunIndex
@@ -84,15 +86,16 @@ class Run(AcrossPrompts):
 
     def __init__(self, objects: ObjectStore, reading: ReadOptions) -> None:
         self._objects = objects
+        self._reader = ArrayReader(objects, reading)
+        first = self._foreseen()
         try:
-            data = objects.get(keys.RUN, max_bytes=MAX_JSON_BYTES)
+            data = first.get(keys.RUN, max_bytes=MAX_JSON_BYTES)
         except ObjectNotFound as error:
             raise RunNotFound(
                 f"there is no run at {objects.url}: it has no {keys.RUN}; check the location"
             ) from error
         self._manifest = RunManifest.from_bytes(data, keys.RUN)
-        self._reader = ArrayReader(objects, reading)
-        self._index = RunIndex(objects, self._reader.map, self._manifest.run_id)
+        self._index = RunIndex(objects, self._reader, self._manifest.run_id, first)
         self._arrays = UnitArrays(self._reader)
         self._model: RunModel | None = None
         self._prompts: pa.Table | None = None
@@ -175,9 +178,13 @@ class Run(AcrossPrompts):
         ids, strings = self._index.tokens(place.row)
         said = self._index.continuation(place.row)
         if said is None:
-            return Tokens(place.prompt_id, ids, tuple(strings))
+            return Tokens(self._index.id_of(place.row), ids, tuple(strings))
         return Tokens(
-            place.prompt_id, ids, tuple(strings), len(said.token_ids), tuple(said.logprobs)
+            self._index.id_of(place.row),
+            ids,
+            tuple(strings),
+            len(said.token_ids),
+            tuple(said.logprobs),
         )
 
     def read(
@@ -347,6 +354,18 @@ class Run(AcrossPrompts):
             rows=self._index.unit_rows(),
         )
 
+    def _foreseen(self) -> ObjectStore:
+        """Return the store with what opening needs asked for at once, where that is faster."""
+        if getattr(self._objects, "small_ranges_are_cheap", False):
+            return self._objects
+        documents = (keys.RUN, FIRST_MANIFEST)
+        return Foreseen(
+            self._objects,
+            self._reader.begin,
+            gets=[(name, MAX_JSON_BYTES) for name in documents],
+            lists=((keys.COMMITS, ""), ("", keys.BEFORE_PLAN)),
+        )
+
     def _resolve(self, site: SiteName) -> NamedSite:
         return resolve(site, self.sites or tuple(Site))
 
@@ -361,7 +380,7 @@ class Run(AcrossPrompts):
 
     def _token_axis(self, array: PromptArray) -> TokenAxis:
         _, strings = self._index.tokens(array.row)
-        return TokenAxis(array.prompt_id, tuple(strings))
+        return TokenAxis(self._index.id_of(array.row), strings)
 
     def _read(
         self,
@@ -372,15 +391,18 @@ class Run(AcrossPrompts):
         *,
         by_place: bool,
     ) -> xr.DataArray:
+        self._index.begin(prompt)
         named = self._resolve(site)
         layer, head, pos = choices
         layer = _one_layer(named, layer)
         if named.site in REBUILT:
             data = self._attention(named.site, prompt, (layer, head, pos, None), by_place)
             return data if dtype is None else data.astype(dtype)
-        array = self._prompt_array(prompt, named.site)
+        found = self._index.found(prompt)
+        array = self._arrays.of(found, named.site)
         picked = array.select(layer, head, pos, by_place=by_place, named_layer=named.layer)
         values = array.read(*(axis.indices for axis in picked))
+        self._index.check(found)
         if dtype is not None:
             values = values.astype(dtype, copy=False)
         return label(named.site, values, (*picked, "d_head"), self._token_axis(array))

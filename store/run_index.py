@@ -12,13 +12,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from store.ahead import Begun
 from store.commit import read_commit
 from store.committed_units import CommittedUnits
 from store.errors import FormatError, PromptNotFound, PromptNotStored
@@ -33,11 +35,19 @@ from store.snapshot import find_committed
 Prompt = str | int
 """A prompt's id, or its row in the prompts table."""
 
-Mapper = Callable[[Callable[[Any], Any], Sequence[Any]], list[Any]]
-
 KEPT_COMMITS = 64
 SEARCHED_IDS = 20_000
 PENDING = "pending"
+
+
+class Threads(Protocol):
+    """What makes calls at the same time: the run's `ArrayReader`."""
+
+    def map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+        """Return `function` of each item, in order."""
+
+    def begin(self, call: Callable[[], Any]) -> Begun[Any]:
+        """Begin a call whose answer is asked for later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,6 @@ class PromptPlace:
     """Where a prompt is: its row in the prompts table, its unit, its place in that unit."""
 
     row: int
-    prompt_id: str
     unit: int
     place: int
 
@@ -74,25 +83,29 @@ class UnitSummary:
 class RunIndex:
     """The prompts of one run, by id or by row."""
 
-    def __init__(self, objects: ObjectStore, map_: Mapper, run_id: str) -> None:
+    def __init__(
+        self, objects: ObjectStore, threads: Threads, run_id: str, first: ObjectStore | None = None
+    ) -> None:
+        """Look for plan segments and commits, through `first` where answers are on their way."""
         self._objects = objects
-        self._map = map_
+        self._map = threads.map
+        self._begin = threads.begin
         self._run_id = run_id
         self._lock = threading.RLock()
         self._commits: OrderedDict[str, Commit] = OrderedDict()
         self._summaries: dict[str, UnitSummary] = {}
         self._said: OrderedDict[tuple[int, str], dict[int, Continuation]] = OrderedDict()
-        found = map_(lambda find: find(objects), [read_segments, find_committed])
-        self._committed: CommittedUnits = found[1]
-        self._plan = PlanTables(objects, self._own(found[0]), map_)
+        self._beginning: dict[str, Begun[Commit]] = {}
+        self._plan = PlanTables(objects, self._own(read_segments(first or objects)), self._begin)
+        self._committed: CommittedUnits = find_committed(first or objects, self._begin)
 
     def refresh(self) -> None:
         """Look again for plan segments and commits that were added since."""
         segments = self._own(read_segments(self._objects))
-        committed = find_committed(self._objects)
+        committed = find_committed(self._objects, self._begin)
         with self._lock:
             if segments != self._plan.segments:
-                self._plan = PlanTables(self._objects, segments, self._map)
+                self._plan = PlanTables(self._objects, segments, self._begin)
             committed.read = self._committed.read
             self._committed = committed
 
@@ -145,9 +158,12 @@ class RunIndex:
         Raises `PromptNotFound`, naming ids that are spelled nearly so.
         """
         row = self._row_of_id(prompt) if isinstance(prompt, str) else self._row_of_number(prompt)
-        prompt_id = self.table()["prompt_id"][row].as_py()
         (unit,), (place,) = self._plan.units_of(np.asarray([row], np.int64))
-        return PromptPlace(row, prompt_id, int(unit), int(place))
+        return PromptPlace(row, int(unit), int(place))
+
+    def id_of(self, row: int) -> str:
+        """Return the id of the prompt in this row."""
+        return str(self.table()["prompt_id"][row].as_py())
 
     def rows_of(self, prompts: Sequence[Prompt]) -> NDArray[np.int64]:
         """Return the rows of many prompts at once. Raises `PromptNotFound` for an unknown one."""
@@ -167,6 +183,22 @@ class RunIndex:
         """Return the unit of each prompt row."""
         return self._plan.units_of(rows)[0]
 
+    def begin(self, prompt: Prompt) -> None:
+        """Begin to read what the first read of a prompt needs: the tables and its unit's commit.
+
+        Which unit it is may be told before the tables are there: then its commit does not wait.
+        """
+        if not self._plan.begin():
+            return
+        unit = None
+        if isinstance(prompt, str):
+            unit = self._plan.only_unit
+        elif self._plan.only_unit is None:
+            unit = self._committed.unit_of(self._row_of_number(prompt))
+        name = None if unit is None else self._committed.key(unit)
+        if name is not None:
+            self._beginning[name] = self._begin(partial(read_commit, self._objects, name))
+
     def stored_places(self, unit: int) -> Sequence[int]:
         """Return the first row, on the unit's token axis, of each of its prompts."""
         commit = self.commit(unit)
@@ -179,13 +211,24 @@ class RunIndex:
 
         Raises `PromptNotFound`, or `PromptNotStored` with the prompt's state and its reason.
         """
+        found = self.found(prompt)
+        self.check(found)
+        return found
+
+    def found(self, prompt: Prompt) -> StoredPrompt:
+        """Return what `stored` does, with `check` left to do before anything read is given out.
+
+        A prompt given by its row does not wait for the prompts table, which may be on its way.
+        """
+        self.begin(prompt)
         place = self.locate(prompt)
         commit = self.commit(place.unit)
         if commit is None:
             done, planned = len(self._committed), self.num_units
             raise PromptNotStored(
-                f"prompt {place.prompt_id!r} is pending: its unit {place.unit} is not committed "
-                f"({done} of {planned} units are); run `attnstore run` again, then call refresh()"
+                f"prompt {self.id_of(place.row)!r} is pending: its unit {place.unit} is not "
+                f"committed ({done} of {planned} units are); run `attnstore run` again, then call "
+                "refresh()"
             )
         outcomes = commit.prompts
         if place.place >= len(outcomes.outcome) or commit.first_prompt != place.row - place.place:
@@ -196,17 +239,21 @@ class RunIndex:
         outcome = outcomes.outcome[place.place]
         if outcome is not Outcome.STORED:
             reason = outcomes.reasons.get(str(place.place), "no reason was recorded")
-            raise PromptNotStored(f"prompt {place.prompt_id!r} {_is(outcome)}: {reason}")
-        planned = self.table()["num_tokens"][place.row].as_py()
-        problem = row_contradiction(commit, place.place, planned)
-        if problem:
-            raise FormatError(
-                f"the commit of unit {place.unit}: {problem} ({place.prompt_id!r}); "
-                "run `attnstore verify`"
-            )
+            raise PromptNotStored(f"prompt {self.id_of(place.row)!r} {_is(outcome)}: {reason}")
         return StoredPrompt(
             place, commit, outcomes.first_row[place.place], _positions(commit, place.place)
         )
+
+    def check(self, found: StoredPrompt) -> None:
+        """Check a prompt's rows against the plan's tokens. Raises `FormatError`."""
+        place = found.place
+        planned = self.table()["num_tokens"][place.row].as_py()
+        problem = row_contradiction(found.commit, place.place, planned)
+        if problem:
+            raise FormatError(
+                f"the commit of unit {place.unit}: {problem} ({self.id_of(place.row)!r}); "
+                "run `attnstore verify`"
+            )
 
     def commit(self, unit: int) -> Commit | None:
         """Return the commit that counts for a unit, or None while there is none."""
@@ -218,7 +265,8 @@ class RunIndex:
             if kept is not None:
                 self._commits.move_to_end(name)
                 return kept
-        commit = read_commit(self._objects, name)
+            begun = self._beginning.pop(name, None)
+        commit = read_commit(self._objects, name) if begun is None else begun.result()
         if commit.run_id != self._run_id:
             raise FormatError(f"{name} belongs to run {commit.run_id}, not {self._run_id}")
         with self._lock:

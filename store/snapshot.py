@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import secrets
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from store import keys
+from store.ahead import Begin, Begun, first_page
 from store.committed_units import COLUMNS, CommittedUnits, Mapper, PromptException
 from store.errors import CannotList, FormatError, ObjectNotFound, RunError
 from store.objects.protocol import ObjectStore
@@ -33,22 +35,32 @@ UNITS_FILE = "units.parquet"
 EXCEPTIONS_FILE = "exceptions.parquet"
 LATEST = f"{keys.SNAPSHOTS}latest.json"
 
+_FIRST = f"{keys.COMMITS}0"
+"""Sorts before every commit. A listing after it is never one that was begun before."""
 
-def find_committed(objects: ObjectStore) -> CommittedUnits:
+
+def find_committed(objects: ObjectStore, begin: Begin = Begun) -> CommittedUnits:
     """Return which units are committed, from the newest sound snapshot and one listing after it.
 
     Costs the snapshot plus the commits in folders that it does not call complete. Where nothing can
     be listed, only what the latest snapshot names is found. Raises `CannotList` if there is none.
     """
     try:
-        found = _newest(objects)
+        names = snapshot_names(objects)
     except CannotList:
         return _latest(objects)
+    # A commit missing from a listing is gone only if the listing is younger than the snapshot: this
+    # one begins here, where the names of all snapshots are known.
+    younger = begin(partial(first_page, objects, keys.COMMITS, _FIRST)) if names else None
+    found = _newest(objects, names, begin)
     floor = found.complete_folders
-    # The digit after a folder's name sorts behind everything inside the folder.
-    after = f"{keys.COMMITS}{floor - 1:06d}0" if floor else ""
+    if floor:
+        # The digit after a folder's name sorts behind everything inside the folder.
+        listing = objects.list(keys.COMMITS, after=f"{keys.COMMITS}{floor - 1:06d}0")
+    else:
+        listing = objects.list(keys.COMMITS) if younger is None else younger.result()
     listed: dict[int, int] = {}
-    for info in objects.list(keys.COMMITS, after=after):
+    for info in listing:
         parsed = keys.parse_commit_key(info.name)
         if parsed is not None:
             listed[parsed[0]] = max(parsed[1], listed.get(parsed[0], 0))
@@ -132,12 +144,17 @@ def snapshot_names(objects: ObjectStore) -> list[str]:
     )
 
 
-def read_snapshot(objects: ObjectStore, name: str, run_id: str | None = None) -> CommittedUnits:
+def read_snapshot(
+    objects: ObjectStore, name: str, run_id: str | None = None, begin: Begin = Begun
+) -> CommittedUnits:
     """Return one snapshot's rows. Raises `DamagedObject` or `FormatError`; also for another run."""
     prefix = f"{keys.SNAPSHOTS}{keys.checked_segment(name)}/"
     data = objects.get(prefix + MANIFEST, max_bytes=MAX_JSON_BYTES)
     manifest = SnapshotManifest.from_bytes(data, prefix + MANIFEST)
-    tables = {file.name: read_parquet(objects, prefix, file) for file in manifest.files}
+    begun = {
+        file.name: begin(partial(read_parquet, objects, prefix, file)) for file in manifest.files
+    }
+    tables = {file: one.result() for file, one in begun.items()}
     if run_id is not None and manifest.run_id != run_id:
         raise FormatError(f"{prefix}{MANIFEST} belongs to run {manifest.run_id}, not {run_id}")
     if manifest.name != name or set(tables) != {UNITS_FILE, EXCEPTIONS_FILE}:
@@ -157,11 +174,11 @@ def read_snapshot(objects: ObjectStore, name: str, run_id: str | None = None) ->
     )
 
 
-def _newest(objects: ObjectStore) -> CommittedUnits:
+def _newest(objects: ObjectStore, names: list[str], begin: Begin) -> CommittedUnits:
     damage: list[str] = []
-    for name in reversed(snapshot_names(objects)):
+    for name in reversed(names):
         try:
-            found = read_snapshot(objects, name)
+            found = read_snapshot(objects, name, begin=begin)
         except (RunError, ObjectNotFound) as error:
             damage.append(str(error))
             continue

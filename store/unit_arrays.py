@@ -33,7 +33,6 @@ Indices = NDArray[np.int64]
 class PromptArray:
     """The rows of one prompt in one site's array. Indices are into what is held."""
 
-    prompt_id: str
     row: int
     site: str
     prefix: str
@@ -107,7 +106,6 @@ class UnitArrays:
         if layout.record.is_packed:
             first_row = int(entry_offsets(commit.prompts)[stored.place.place])
         return PromptArray(
-            prompt_id=stored.place.prompt_id,
             row=stored.place.row,
             site=site,
             prefix=prefix,

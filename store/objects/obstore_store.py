@@ -42,10 +42,12 @@ CREDENTIAL_PROVIDERS = {
 MULTIPART_BYTES = 32 << 20
 PART_BYTES = 16 << 20
 PARTS_AT_ONCE = 4
+PAGE_OBJECTS = 1000
 MAX_WHOLE_BYTES = 256 << 20
 REQUEST_SECONDS = 120.0
 CONNECT_SECONDS = 10.0
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_PROXY_VARIABLES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 _QUERY = re.compile(r"\?[^\s\"'),]*")
 
 _memory: dict[str, obstores.MemoryStore] = {}
@@ -184,6 +186,8 @@ class ObstoreStore:
         while page:
             # obstore drops an offset's final slash, so a listing may begin a little too early.
             yield from (info for info in page if info.name > after)
+            if len(page) < PAGE_OBJECTS:
+                return
             page = self._page(folder, page[-1].name)
 
     def delete(self, name: str) -> None:
@@ -220,7 +224,7 @@ class ObstoreStore:
         """Return the next page in the server's own order; from memory, which has none, sorted."""
 
         def fetch(client: Any) -> Sequence[ObjectInfo]:
-            pages: Any = obstore.list(client, folder, offset=last, chunk_size=1000)
+            pages: Any = obstore.list(client, folder, offset=last, chunk_size=PAGE_OBJECTS)
             if self._scheme == "memory":
                 found = sorted(pages.collect(), key=lambda entry: str(entry["path"]))
             else:
@@ -304,6 +308,9 @@ class ObstoreStore:
             plain = str(endpoint or "").startswith("http://")
             if plain:
                 client_options.setdefault("allow_http", True)
+                if provider is None and _never_meets_tls(options, client_options):
+                    # There is no certificate to check, and loading those to check it by takes 4 ms.
+                    client_options.setdefault("allow_invalid_certificates", True)
             # TLS guards the payload on its way already; hashing it costs two thirds of the CPU.
             options.setdefault("unsigned_payload", not plain)
         if options:
@@ -315,6 +322,16 @@ class ObstoreStore:
             raise StoreError(
                 f"{self.url}: {_summary(error)}; check the URL and the storage options"
             ) from None
+
+
+def _never_meets_tls(options: Mapping[str, Any], client_options: Mapping[str, Any]) -> bool:
+    """Whether a client of a plain-HTTP endpoint has its keys already and goes through no proxy."""
+    has_keys = {"access_key_id", "secret_access_key"} <= options.keys()
+    return (
+        has_keys
+        and not any(os.environ.get(name) for name in _PROXY_VARIABLES)
+        and not any(name.startswith("proxy_") for name in client_options)
+    )
 
 
 def _credential_provider(provider: Any) -> Any:

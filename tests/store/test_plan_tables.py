@@ -40,7 +40,7 @@ def tables(tmp_path, monkeypatch) -> tuple[CountingStore, PlanTables]:
     objects.gets.clear()
     segments = read_segments(objects)
     objects.gets.clear()
-    return objects, PlanTables(objects, segments, lambda f, items: [f(item) for item in items])
+    return objects, PlanTables(objects, segments)
 
 
 LENGTHS = [3, 4, 5, 6, 7, 8, 9, 1]
@@ -79,6 +79,6 @@ def test_rows_that_are_not_there(tables, monkeypatch) -> None:
 
 
 def test_a_run_without_a_plan_yet(tmp_path) -> None:
-    plan = PlanTables(LocalStore(tmp_path), [], lambda f, items: [f(item) for item in items])
+    plan = PlanTables(LocalStore(tmp_path), [])
     assert plan.prompts().num_rows == 0
     assert plan.num_units == 0

@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from store import keys
 from store.array_reader import ReadOptions
 from store.codec import Codec
+from store.commit import begin_repair
 from store.errors import DamagedObject
 from store.objects.protocol import ByteRange
 from store.run import Run
-from tests.store.sample_run import SampleShape, write_run
+from store.snapshot import write_snapshot
+from tests.store.sample_run import RUN_ID, SampleShape, capture, make_unit, write_run
 
 LENGTHS = [[300, 7], [520]]
 
@@ -65,3 +67,18 @@ def test_damage_shows_on_every_back_end(objects, shape) -> None:
     objects.delete(name)
     with pytest.raises(DamagedObject, match="it is not there"):
         run.read("z", prompt="p0", layer=1)
+
+
+def test_every_back_end_opens_with_a_snapshot_and_what_came_after_it(objects, shape) -> None:
+    units = write_run(objects, shape, LENGTHS)
+    write_snapshot(objects, RUN_ID)
+    repaired = make_unit(shape, 1, 2, [520], seed=8)
+    capture(objects, shape, repaired, "a1", repair=begin_repair(objects, 1))
+    run = Run(objects, ReadOptions())
+    assert run.read("z", prompt=0).values.tobytes() == as_read(units[0].arrays["z"][:, :300])
+    assert run.read("z", prompt="p2").values.tobytes() == as_read(repaired.arrays["z"])
+    assert run.prompts["status"].to_pylist() == ["stored"] * 3
+
+
+def as_read(values_LTHD) -> bytes:
+    return np.ascontiguousarray(values_LTHD.swapaxes(1, 2)).tobytes()

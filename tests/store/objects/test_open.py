@@ -6,8 +6,10 @@ import threading
 import time
 
 import pytest
+from obstore import store as obstores
 
 from store.errors import ObjectExists, StoreError, StoreNotAtomic
+from store.objects import obstore_store
 from store.objects.fsspec_store import FsspecStore
 from store.objects.local import LocalStore
 from store.objects.obstore_store import ObstoreStore
@@ -62,6 +64,64 @@ def test_settings_come_from_the_environment_too(monkeypatch):
         monkeypatch.setenv("AWS_REGION", "us-east-1")
         open_store(server.url).put("x", [b"x"])
         assert server.objects == {"x": b"x"}
+
+
+KEYS = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
+PLAIN, TLS = "http://127.0.0.1:9", "https://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "checks"),
+    [
+        ({"endpoint": PLAIN, **KEYS}, {}, False),
+        ({"endpoint": TLS, **KEYS}, {}, True),
+        ({"endpoint": PLAIN, "region": "us-east-1"}, {}, True),
+        ({"endpoint": PLAIN, **KEYS, "credential_provider": lambda: None}, {}, True),
+        ({"endpoint": PLAIN, **KEYS}, {"HTTP_PROXY": "https://proxy"}, True),
+        ({"endpoint": PLAIN, **KEYS, "client_options": {"proxy_url": "https://p"}}, {}, True),
+        (KEYS, {}, True),
+    ],
+)
+def test_certificates_are_left_out_only_where_none_is_ever_met(
+    options, environment, checks, monkeypatch
+):
+    made = {}
+
+    def from_url(url, **arguments):
+        made.update(arguments)
+        raise ValueError("far enough")
+
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(obstores, "from_url", from_url)
+    with pytest.raises(StoreError, match="far enough"):
+        open_store("s3://bucket/run", options).size("x")
+    assert ("allow_invalid_certificates" not in made["client_options"]) == checks
+
+
+def test_a_listing_goes_on_while_pages_are_full(objects, monkeypatch):
+    monkeypatch.setattr(obstore_store, "PAGE_OBJECTS", 2)
+    names = [f"a/{i}" for i in range(5)]
+    for name in names:
+        objects.put(name, [b"x"])
+    assert sorted(info.name for info in objects.list("a/")) == names
+    assert sorted(info.name for info in objects.list("a/", after="a/1")) == names[2:]
+    objects.delete("a/4")
+    assert sorted(info.name for info in objects.list("a/")) == names[:4]
+
+
+def test_a_short_listing_is_one_request(monkeypatch):
+    objects, pages = ObstoreStore("memory://short/listing"), []
+    monkeypatch.setattr(
+        ObstoreStore,
+        "_page",
+        lambda self, *a, ask=ObstoreStore._page: pages.append(a) or ask(self, *a),
+    )
+    objects.put("a/b", [b"x"])
+    assert [info.name for info in objects.list("a/")] == ["a/b"]
+    assert len(pages) == 1
 
 
 class LooksFirst(LocalStore):
