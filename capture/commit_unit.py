@@ -14,6 +14,7 @@ import numpy as np
 
 from capture.assembly import RankReport
 from capture.errors import RowsMissing
+from capture.heads import select_heads
 from capture.rank import RankFacts
 from capture.rows import UnitLayout
 from capture.settings import CaptureSettings, UnitTask
@@ -86,13 +87,31 @@ class CaptureShape:
         ]
 
     def site_heads(self, site: StoredSite) -> list[int]:
-        """Return the site's global heads, rank after rank; must come out as 0, 1, 2, ..."""
+        """Return the site's stored global heads, rank after rank, as the selection's rule has it.
+
+        Raises `RowsMissing` where the ranks write others.
+        """
         heads = [head for rank in self.ranks for head in rank.heads[site.name]]
-        if heads != list(range(site.num_heads)):
-            raise RowsMissing(
-                f"the ranks write heads {heads} of {site.name}, not all {site.num_heads}"
-            )
+        due = self._due_heads(site)
+        if heads != due:
+            raise RowsMissing(f"the ranks write heads {heads} of {site.name}, {due} are due")
         return heads
+
+    def _due_heads(self, site: StoredSite) -> list[int]:
+        if self.settings.heads is None:
+            return list(range(site.num_heads))
+        layer = self.layers[0]
+        head_bytes = max(layer.head_size, layer.v_head_size) * DTYPES[self.dtype].itemsize
+        held = select_heads(
+            self.settings.heads,
+            layer.num_heads,
+            layer.num_kv_heads,
+            len(self.ranks),
+            head_bytes,
+        )
+        is_kv = site.head_dim == "kv_head"
+        # A set: KV heads are replicated where ranks exceed them.
+        return sorted({head for heads in held for head in (heads.kv if is_kv else heads.query)})
 
     def array(self, site: StoredSite, num_tokens: int, chunk_sizes: dict[str, str]) -> ArrayRecord:
         """Describe the site's array in a unit of `num_tokens` rows."""

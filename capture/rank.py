@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from capture.assembly import Assembly, RankReport
 from capture.attention_layers import LocalLayer
 from capture.errors import CaptureError, RowsMissing, UnsupportedModel
-from capture.heads import HeadShare, head_share
+from capture.heads import HeadShare, HeadSlice, head_share, head_slices, select_heads
 from capture.lanes import Lane, OnAnswer, process_lanes, thread_lanes
 from capture.probe import Probe, ProbeSite
 from capture.rows import Span, StepRows, UnitLayout, plan_step
@@ -60,14 +60,14 @@ class _SiteShare:
 
     @property
     def row_bytes(self) -> int:
-        return self.share.local * self.head_size * self.dtype.itemsize
+        return len(self.share.held) * self.head_size * self.dtype.itemsize
 
     def geometry(self, num_layers: int, num_tokens: int) -> ArrayGeometry:
         return ArrayGeometry.plan(
             num_layers=num_layers,
             num_tokens=num_tokens,
-            num_heads=self.share.total,
-            shard_heads=self.share.local,
+            num_heads=self.share.num_held,
+            shard_heads=len(self.share.held),
             head_size=self.head_size,
             item_bytes=self.dtype.itemsize,
         )
@@ -75,12 +75,15 @@ class _SiteShare:
     def tap_shape(self) -> TapShape:
         cut = self.geometry(1, 1)
         return TapShape(
-            num_heads=self.share.local,
+            num_heads=len(self.share.held),
             head_size=self.head_size,
             item_bytes=self.dtype.itemsize,
             group_heads=cut.group_heads,
             chunk_tokens=cut.chunk_tokens,
         )
+
+    def head_slices(self) -> tuple[HeadSlice, ...]:
+        return head_slices(self.share, self.tap_shape().group_heads)
 
 
 class RankCapture:
@@ -109,6 +112,13 @@ class RankCapture:
         first = _uniform(self.taken)
         q_share = head_share(total_heads, first.num_heads, rank, num_ranks)
         kv_share = head_share(total_kv_heads, first.num_kv_heads, rank, num_ranks)
+        if settings.heads is not None:
+            head_bytes = max(first.head_size, first.v_head_size) * dtype.itemsize
+            held = select_heads(settings.heads, total_heads, total_kv_heads, num_ranks, head_bytes)[
+                rank
+            ]
+            q_share = replace(q_share, held=held.query)
+            kv_share = replace(kv_share, held=held.kv)
         self._probe = (
             None if settings.probe is None else Probe(settings.probe, first, dtype, device)
         )
@@ -161,6 +171,7 @@ class RankCapture:
             )
         self._taps = taps
         self._tap_shapes = [site.tap_shape() for site in self._tap_sites]
+        self._tap_heads = [site.head_slices() for site in self._tap_sites]
         self.bytes_per_row = sum(tap.row_bytes for tap in taps)
         self.max_step_rows = max_step_rows
         largest = max((s.staged_bytes(max_step_rows) for s in self._tap_shapes), default=1)
@@ -189,10 +200,7 @@ class RankCapture:
         return RankFacts(
             rank=self.rank,
             layers=self.layers,
-            heads={
-                site.name: tuple(site.share.heads) if site.share.writes else ()
-                for site in self.sites
-            },
+            heads={site.name: site.share.held if site.share.writes else () for site in self.sites},
             probes=self._probe_sites,
             bytes_per_row=self.bytes_per_row,
             host_bytes=self._staging.pool.num_slabs * self._staging.slot_bytes,
@@ -308,14 +316,15 @@ class RankCapture:
                 f"tap {tap} came where tap {self._puts} was due; the model's layers did not run "
                 "once each in order"
             )
-        shape = self._tap_shapes[tap]
-        x_TF = x_TF.reshape(-1, shape.num_heads * shape.head_size)
-        due = self._tap_sites[tap].dtype
+        site, shape = self._tap_sites[tap], self._tap_shapes[tap]
+        x_TF = x_TF.reshape(-1, site.share.local * shape.head_size)
+        due = site.dtype
         if x_TF.dtype != due:
             raise RowsMissing(f"{self._taps[tap]} is {x_TF.dtype}, the run holds {due}")
         if tap in self._unproven:
             self._unproven[tap] = x_TF.clone()
-        self._staging.put(tap, x_TF, shape, self._index, step.num_rows, step.runs)
+        heads = self._tap_heads[tap]
+        self._staging.put(tap, x_TF, shape, self._index, step.num_rows, step.runs, heads)
         self._puts += 1
 
     def probe(self, reads: LayerReads, q: Any, k: Any, v: Any, z: Any) -> None:

@@ -119,7 +119,14 @@ class _Worst:
     error: float = 0.0
     where: str = ""
 
-    def note(self, what: str, layers: Sequence[int], got: np.ndarray, want: np.ndarray) -> None:
+    def note(
+        self,
+        what: str,
+        layers: Sequence[int],
+        heads: Sequence[int],
+        got: np.ndarray,
+        want: np.ndarray,
+    ) -> None:
         """Keep the largest relative difference of arrays [L, H, T, D], by layer and head."""
         got, want = got.astype(np.float32), want.astype(np.float32)
         size_LH = np.sqrt((want**2).mean(axis=(2, 3))) + 1e-12
@@ -128,7 +135,7 @@ class _Worst:
         layer, head = divmod(int(error_LH.argmax()), error_LH.shape[1])
         if error_LH[layer, head] >= self.error:
             self.error = float(error_LH[layer, head])
-            self.where = f"{what}, layer {layers[layer]}, head {head}"
+            self.where = f"{what}, layer {layers[layer]}, head {heads[head]}"
 
 
 def _compare(
@@ -140,6 +147,7 @@ def _compare(
     batched, mixed = _Worst(), _Worst()
     sites = [array.site for array in alone.arrays]
     layers = alone.arrays[0].layers if alone.arrays else []
+    heads = {array.site: array.heads for array in alone.arrays}
     can_mix = {"rot_q", "rot_k", "v", "z"} <= set(sites)
     for place, ids in enumerate(tried):
         # Fewer where chosen positions are kept, more where the prompt was continued.
@@ -149,10 +157,10 @@ def _compare(
         one = {site: _rows(arrays, alone, place, site, rows) for site in sites}
         for site in sites:
             other = _rows(arrays, together, place, site, rows)
-            batched.note(f"{site} of prompt {place}", layers, other, one[site])
+            batched.note(f"{site} of prompt {place}", layers, heads[site], other, one[site])
         if can_mix:
-            mixed_LHTD = _mixed(facts.model.layers, layers, one)
-            mixed.note(f"prompt {place}", layers, mixed_LHTD, one["z"])
+            mixed_LHTD = _mixed(facts.model.layers, layers, heads, one)
+            mixed.note(f"prompt {place}", layers, heads["z"], mixed_LHTD, one["z"])
     tolerance = TOLERANCE[facts.model.dtype]
     for what, worst in (
         ("rows depend on what a prompt is batched with", batched),
@@ -171,7 +179,9 @@ def _compare(
             site: _rows(arrays, alone, longest, site, len(tried[longest]))
             for site in ("rot_q", "rot_k")
         }
-        reference, reference_at = _against_transformers(facts, layers, one, tried[longest], model)
+        reference, reference_at = _against_transformers(
+            facts, layers, heads, one, tried[longest], model
+        )
     return SelfCheck(
         prompts=len(tried),
         tokens=sum(map(len, tried)),
@@ -188,6 +198,7 @@ def _compare(
 def _against_transformers(
     facts: EngineFacts,
     layers: Sequence[int],
+    heads: dict[str, list[int]],
     sites: dict[str, np.ndarray],
     token_ids: np.ndarray,
     model: str,
@@ -203,10 +214,11 @@ def _against_transformers(
         return None, found.why_not
     worst, where = 0.0, ""
     for number, want_HQK in found.by_layer.items():
-        got_HQK = _pattern(facts.model.layers, number, layers.index(number), sites)
-        errors_H = np.abs(got_HQK - want_HQK).max(axis=(1, 2))
+        got_HQK = _pattern(facts.model.layers, number, layers.index(number), heads, sites)
+        errors_H = np.abs(got_HQK - want_HQK[heads["rot_q"]]).max(axis=(1, 2))
         if float(errors_H.max()) >= worst:
-            worst, where = float(errors_H.max()), f"layer {number}, head {errors_H.argmax()}"
+            worst = float(errors_H.max())
+            where = f"layer {number}, head {heads['rot_q'][int(errors_H.argmax())]}"
     allowed = PATTERN_TOLERANCE[facts.model.dtype]
     if not worst <= allowed:
         raise SelfCheckFailed(
@@ -220,7 +232,7 @@ def _against_transformers(
 def _rows(arrays: UnitArrays, commit: Commit, place: int, site: str, num_rows: int) -> np.ndarray:
     first = commit.prompts.first_row[place]
     stored = StoredPrompt(
-        PromptPlace(place, commit.unit, place),
+        PromptPlace(place, f"prompt {place}", commit.unit, place),
         commit,
         first,
         np.arange(num_rows, dtype=np.int64),
@@ -231,27 +243,35 @@ def _rows(arrays: UnitArrays, commit: Commit, place: int, site: str, num_rows: i
 
 
 def _mixed(
-    semantics: Sequence[LayerSemantics], layers: Sequence[int], sites: dict[str, np.ndarray]
+    semantics: Sequence[LayerSemantics],
+    layers: Sequence[int],
+    heads: dict[str, list[int]],
+    sites: dict[str, np.ndarray],
 ) -> np.ndarray:
-    """Return pattern @ v, [L, H, T, D]."""
+    """Return pattern @ v of the stored heads, [L, H, T, D]."""
     by_number = {layer.layer: layer for layer in semantics}
     mixed = []
     for place, number in enumerate(layers):
         layer = by_number[number]
-        pattern_HQK = _pattern(semantics, number, place, sites)
+        pattern_HQK = _pattern(semantics, number, place, heads, sites)
         v_KTD = sites["v"][place].astype(np.float32)
-        mixed.append(pattern_HQK @ v_KTD.repeat(layer.num_heads // layer.num_kv_heads, axis=0))
+        read = [heads["v"].index(attention.kv_head_of(layer, head)) for head in heads["rot_q"]]
+        mixed.append(pattern_HQK @ v_KTD[read])
     return np.stack(mixed)
 
 
 def _pattern(
-    semantics: Sequence[LayerSemantics], number: int, place: int, sites: dict[str, np.ndarray]
+    semantics: Sequence[LayerSemantics],
+    number: int,
+    place: int,
+    heads: dict[str, list[int]],
+    sites: dict[str, np.ndarray],
 ) -> np.ndarray:
     """Return the pattern of layer `number`, the one at `place` of the arrays, [H, T, T]."""
     layer = next(layer for layer in semantics if layer.layer == number)
     positions = np.arange(sites["rot_q"].shape[2])
     queries, keys = (
-        attention.HeadRows(sites[site][place], range(heads), positions)
-        for site, heads in (("rot_q", layer.num_heads), ("rot_k", layer.num_kv_heads))
+        attention.HeadRows(sites[site][place], heads[site], positions)
+        for site in ("rot_q", "rot_k")
     )
     return attention.pattern(layer, queries, keys)

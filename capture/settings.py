@@ -56,6 +56,8 @@ class CaptureSettings:
 
     sites: tuple[Site, ...] = (Site.ROT_Q, Site.ROT_K, Site.V, Site.Z)
     layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    """Query heads to keep, rounded up by `capture.heads`; None means all."""
     positions: Positions = ALL_POSITIONS
     codec: Codec = Codec.RAW
     generation: Generation | None = None
@@ -90,18 +92,21 @@ class CaptureSettings:
             **asdict(self),
             "sites": [site.value for site in self.sites],
             "layers": None if self.layers is None else list(self.layers),
+            "heads": None if self.heads is None else list(self.heads),
             "codec": self.codec.value,
         }
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> CaptureSettings:
         """Undo `to_json`."""
-        layers, generation = values["layers"], values["generation"]
+        layers, heads = values["layers"], values["heads"]
+        generation = values["generation"]
         return cls(
             **{
                 **values,
                 "sites": tuple(Site(site) for site in values["sites"]),
                 "layers": None if layers is None else tuple(layers),
+                "heads": None if heads is None else tuple(heads),
                 "codec": Codec(values["codec"]),
                 "positions": Positions(**values["positions"]),
                 "generation": None if generation is None else Generation(**generation),

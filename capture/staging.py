@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from capture.heads import HeadSlice
 from capture.rows import Run
 from capture.slabs import Entry, Slab, SlabMemory, SlabPool, TapShape
 
@@ -84,8 +85,12 @@ class Staging:
         index: torch.Tensor | None,
         num_rows: int,
         runs: tuple[Run, ...],
+        heads: tuple[HeadSlice, ...] | None = None,
     ) -> None:
-        """Stage rows of `x_TF` (all, or those that `index` picks, in its order) tile by tile."""
+        """Stage rows of `x_TF` (all, or those that `index` picks, in its order) tile by tile.
+
+        `heads` says which of its heads are staged, and where; None: all of them, in order.
+        """
         num_bytes = shape.staged_bytes(num_rows)
         if self._used and self._used + num_bytes > self.slot_bytes:
             self.flush()
@@ -94,19 +99,25 @@ class Staging:
         if index is not None:
             x_TF = torch.index_select(x_TF, 0, index)
         wide_TF = _widened(x_TF, shape)
-        head_items = wide_TF.shape[1] // shape.num_heads
+        head_items = shape.head_size * x_TF.element_size() // wide_TF.element_size()
         tile = shape.tile_tokens(num_rows)
         groups = shape.num_heads // shape.group_heads
         staged_GCgtD = region.view(wide_TF.dtype).view(
             groups, -1, shape.group_heads, tile, head_items
         )
         whole = num_rows // tile * tile
-        x_CtGgD = wide_TF[:whole].unflatten(0, (-1, tile)).unflatten(2, (groups, -1, head_items))
-        staged_GCgtD[:, : whole // tile].copy_(x_CtGgD.permute(2, 0, 3, 1, 4))
-        if whole < num_rows:
-            x_tGgD = wide_TF[whole:].unflatten(1, (groups, -1, head_items))
-            rest_GgtD = staged_GCgtD[:, -1, :, : num_rows - whole]
-            rest_GgtD.copy_(x_tGgD.permute(1, 2, 0, 3))
+        for piece in heads or (HeadSlice(0, 0, shape.num_heads),):
+            x_TF = wide_TF[:, piece.local * head_items : (piece.local + piece.count) * head_items]
+            first, within = divmod(piece.staged, shape.group_heads)
+            together = min(piece.count, shape.group_heads)
+            target_GCgtD = staged_GCgtD[
+                first : first + piece.count // together, :, within : within + together
+            ]
+            x_CtGgD = x_TF[:whole].unflatten(0, (-1, tile)).unflatten(2, (-1, together, head_items))
+            target_GCgtD[:, : whole // tile].copy_(x_CtGgD.permute(2, 0, 3, 1, 4))
+            if whole < num_rows:
+                x_tGgD = x_TF[whole:].unflatten(1, (-1, together, head_items))
+                target_GCgtD[:, -1, :, : num_rows - whole].copy_(x_tGgD.permute(1, 2, 0, 3))
         self._entries.append(Entry(tap, offset, shape, num_rows, runs))
         self._used = _aligned(offset + num_bytes)
         self.staged_bytes += num_bytes

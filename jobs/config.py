@@ -134,6 +134,11 @@ class CaptureConfig(Section):
     )
     layers: Annotated[tuple[int, ...] | None, FROZEN] = None
     """The model's layer numbers; null means every attention layer."""
+    heads: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...] | None, Field(min_length=1), FROZEN
+    ] = None
+    """Query heads, by global number; null means all. Rounded up to whole groups that share a KV
+    head, equally many on every rank; rot_k and v keep the KV heads that they read."""
     positions: Annotated[str, FROZEN] = "all"
     """`all`, `last`, or a slice such as `0:16` or `-8:`; a pattern needs them all."""
     codec: Annotated[Codec, FROZEN] = Codec.RAW
@@ -153,6 +158,8 @@ class CaptureConfig(Section):
             raise ValueError("pattern is rebuilt when read; take it out of capture.sites")
         if self.layers is not None and len(set(self.layers)) != len(self.layers):
             raise ValueError(f"layers are listed twice: {list(self.layers)}")
+        if self.heads is not None and len(set(self.heads)) != len(self.heads):
+            raise ValueError(f"heads are listed twice: {list(self.heads)}")
         whole = self.kept_positions() == ALL_POSITIONS
         if not whole and {Site.ROT_Q, Site.ROT_K} <= set(self.sites):
             raise ValueError(
@@ -312,7 +319,11 @@ class RunConfig(Section):
 
     def frozen_fields(self) -> dict[str, Any]:
         """Return dotted name -> value of every field that a resume may not change."""
-        return {**_frozen_fields(self, ""), "engine.options": self._public_options()}
+        found = {**_frozen_fields(self, ""), "engine.options": self._public_options()}
+        if self.capture.heads is not None:
+            # Which heads fill up the ranks follows from how many ranks there are.
+            found["engine.tensor_parallel_size"] = self.engine.tensor_parallel_size
+        return found
 
     def _public_options(self) -> dict[str, Any]:
         return {k: v for k, v in self.engine.options.items() if not _SECRET.search(k)}
@@ -342,6 +353,7 @@ class RunConfig(Section):
         return CaptureSettings(
             sites=self.capture.sites,
             layers=self.capture.layers,
+            heads=self.capture.heads,
             codec=self.capture.codec,
             positions=self.capture.kept_positions(),
             probe=self.capture.probe,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from capture.heads import select_heads
 from jobs.config import RunConfig
 from jobs.model_identity import AttentionShape
 from store.codec import Codec
@@ -136,16 +137,29 @@ def estimate(
 def _geometry(
     config: RunConfig, shape: AttentionShape, site: Site, layers: int, num_tokens: int
 ) -> ArrayGeometry:
-    heads = shape.kv_heads if site.is_kv else shape.heads
+    heads, shard_heads = held_heads(config, shape, site)
     head_size = shape.v_head_size if site in _OF_V else shape.head_size
     return ArrayGeometry.plan(
         num_layers=layers,
         num_tokens=num_tokens,
         num_heads=heads,
-        shard_heads=max(1, heads // config.engine.tensor_parallel_size),
+        shard_heads=shard_heads,
         head_size=head_size,
         item_bytes=ITEM_BYTES[config.model.dtype],
     )
+
+
+def held_heads(config: RunConfig, shape: AttentionShape, site: Site) -> tuple[int, int]:
+    """Return how many heads of a site all ranks store, and how many each one that writes."""
+    heads = shape.kv_heads if site.is_kv else shape.heads
+    ranks = config.engine.tensor_parallel_size
+    local = max(1, heads // ranks)
+    if config.capture.heads is None:
+        return heads, local
+    head_bytes = max(shape.head_size, shape.v_head_size) * ITEM_BYTES[config.model.dtype]
+    held = select_heads(config.capture.heads, shape.heads, shape.kv_heads, ranks, head_bytes)[0]
+    each = len(held.kv if site.is_kv else held.query)
+    return each * (heads // local), each
 
 
 def _time(

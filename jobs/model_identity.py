@@ -140,3 +140,15 @@ def attention_shape(model: ModelConfig) -> AttentionShape:
         head_size=head_size,
         v_head_size=int(config.get("v_head_dim") or head_size),
     )
+
+
+def check_heads(model: ModelConfig, heads: tuple[int, ...] | None) -> None:
+    """Raise `ConfigError` for query heads that the model's own config does not promise."""
+    if heads is None:
+        return
+    has = attention_shape(model).heads
+    unknown = [head for head in heads if head >= has]
+    if unknown:
+        raise ConfigError(
+            f"capture.heads names {unknown}, but {model.path} has query heads 0 to {has - 1}"
+        )

@@ -66,8 +66,8 @@ MUTATIONS = (
     Mutation(
         "ranks' heads exchanged",
         "capture/heads.py",
-        "HeadShare(total, local, rank * local, rank, True)",
-        "HeadShare(total, local, rank * local, ranks - 1 - rank, True)",
+        "first, shard, writes = rank * local, rank, True",
+        "first, shard, writes = rank * local, ranks - 1 - rank, True",
         "qwen3",
         ranks=2,
     ),

@@ -26,6 +26,8 @@ from store.objects.protocol import ByteRange, ObjectInfo
 
 TEMPORARY_FOLDER = ".tmp"
 _FOLDER_TRIES = 20
+_FOLDERS_REMEMBERED = 4096
+"""A run of a million units has more folders than a writer's memory should hold names."""
 _MAX_GATHERED = min(os.sysconf("SC_IOV_MAX"), 1024)
 
 
@@ -193,6 +195,8 @@ class LocalStore:
                 failure = StoreError(f"cannot make the folder {folder}: {error.strerror}")
                 failure.errno = error.errno
                 raise failure from error
+            if len(self._made) >= _FOLDERS_REMEMBERED:
+                self._made.clear()
             self._made.add(folder)
 
     def _write_temporary(self, parts: Sequence[Buffer]) -> str:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from capture.errors import CaptureStalled
+from capture.heads import head_share, head_slices
 from capture.rows import Run
 from capture.slabs import Slab, SlabMemory, SlabPool, TapShape
 from capture.staging import Staging
@@ -55,6 +56,28 @@ def test_bits_are_kept_in_chunk_order(dtype, index, heads, group, size, offset) 
     bits_GCgtD = slabs[0].entries[0].bits(slabs[0].bytes)
     assert bits_GCgtD.shape[0] == heads // group
     assert bits_GCgtD.shape[2:] == (group, min(4, len(picked)), size)
+    assert np.array_equal(rows_of(slabs[0]).view(want.dtype), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("index", [None, [3, 1, 0]])
+@pytest.mark.parametrize(
+    ("held", "group"),
+    [((5,), 1), ((0, 1, 2, 3), 2), ((2, 3, 6, 7), 2), ((0, 1, 2, 3, 6, 7), 3), ((1, 4, 6), 3)],
+)
+def test_only_held_heads_are_staged(dtype, index, held, group) -> None:
+    staging, slabs = make(slot_bytes=16 << 10)
+    share = head_share(16, 8, 1, 2, [8 + head for head in held])
+    size, count = 4, 13 if index is None else len(index)
+    x_TF = torch.randn(13, 8 * size).to(dtype)
+    bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    picked = list(range(13)) if index is None else index
+    want = x_TF[picked].view(bits).numpy().reshape(count, 8, size)[:, held].copy()
+    shape = TapShape(len(held), size, dtype.itemsize, group, chunk_tokens=4)
+    rows = None if index is None else torch.tensor(index)
+    staging.put(0, x_TF, shape, rows, count, (), head_slices(share, group))
+    assert staging.staged_bytes == shape.staged_bytes(count)
+    staging.flush()
     assert np.array_equal(rows_of(slabs[0]).view(want.dtype), want)
 
 

@@ -165,6 +165,26 @@ def test_a_dry_run_counts_the_rows_that_generation_may_add(config_file: Path) ->
         assert json.loads(result.stdout)["tokens"] == rows, result.output
 
 
+def test_heads_that_the_model_has_not_are_refused_before_anything_is_written(
+    config_file: Path, tmp_path: Path
+) -> None:
+    for more in (["--dry-run"], []):
+        result = attnstore("run", config_file, *more, "--set", "capture.heads=[1, 2]")
+        assert result.exit_code == 2
+        assert "capture.heads names [2], but" in result.stderr
+        assert "query heads 0 to 1" in result.stderr
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_dry_run_counts_the_kept_heads_alone(config_file: Path) -> None:
+    sizes = []
+    for heads in ("null", "[1]"):
+        change = f"capture.heads={heads}"
+        result = attnstore("run", config_file, "--dry-run", "--json", "--set", change)
+        sizes.append(json.loads(result.stdout)["raw_bytes_per_site"]["z"])
+    assert 0.4 < sizes[1] / sizes[0] < 0.55
+
+
 def test_what_is_printed_for_people_has_no_blanks_behind_it(
     config_file: Path, tmp_path: Path
 ) -> None:

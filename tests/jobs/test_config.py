@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from capture.settings import CaptureSettings
 from jobs.config import RunConfig, SpecialTokens
 from jobs.config_file import load_config, parse_config
 from jobs.errors import ConfigError
@@ -131,6 +132,15 @@ def test_frozen_fields_are_those_the_data_depends_on() -> None:
     }  # fmt: skip
     free = ("workers.", "storage_options", "max_bytes", "output", "prompts.source")
     assert not [name for name in frozen if name.startswith(free)]
+
+
+def test_a_selection_of_heads_freezes_how_many_ranks_there_are() -> None:
+    body = {"output": "x", "prompts": {"source": "p"}, "model": "m"}
+    chosen = parse_config({**body, "capture": {"heads": [3, 1]}})
+    assert chosen.frozen_fields()["engine.tensor_parallel_size"] == 1
+    assert "engine.tensor_parallel_size" not in parse_config(body).frozen_fields()
+    assert chosen.capture_settings().heads == (3, 1)
+    assert CaptureSettings.from_json(chosen.capture_settings().to_json()).heads == (3, 1)
 
 
 def test_every_key_has_a_place_in_the_stored_config() -> None:

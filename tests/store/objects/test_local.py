@@ -143,6 +143,15 @@ def test_folders_removed_by_another_process_are_made_again(tmp_path):
     assert [info.name for info in objects.list("")] == ["data/u/a/y"]
 
 
+def test_a_writer_of_many_folders_does_not_remember_them_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "_FOLDERS_REMEMBERED", 8)
+    store = LocalStore(tmp_path)
+    for folder in range(50):
+        store.put(f"data/{folder:08d}/a/x", [b"1"])
+        assert len(store._made) <= 8
+    assert len(list(store.list(""))) == 50
+
+
 def test_a_killed_writer_leaves_the_old_object_or_the_new_one(tmp_path):
     objects = LocalStore(tmp_path)
     block = 8 << 20
