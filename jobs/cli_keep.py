@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jobs.cli_shared import JsonOption, RunArgument, StoreOption, opened, print_facts, told
+from jobs.cli_shared import JsonOption, RunArgument, StoreOption, kept_run, print_facts
 from jobs.errors import ExitCode
 from store.byte_count import human_bytes
 
@@ -22,12 +22,9 @@ def status(
     options: StoreOption = [],  # noqa: B006
 ) -> None:
     """Say how far a run is, from its storage alone."""
-    from jobs.prepare import read_manifest
     from jobs.status import read_status
 
-    with told():
-        objects = opened(run_url, options)
-        read_manifest(objects)
+    with kept_run(run_url, options) as objects:
         while True:
             found = read_status(objects)
             if as_json:
@@ -51,8 +48,7 @@ def list_prompts(
     """List a run's prompts: id, tokens, what became of them and why."""
     from jobs.listing import prompt_rows
 
-    with told():
-        objects = opened(run_url, options)
+    with kept_run(run_url, options) as objects:
         for row in islice(prompt_rows(objects, only_failed=failed), limit or None):
             if as_json:
                 typer.echo(json.dumps(row.as_json(), ensure_ascii=False))
@@ -70,12 +66,9 @@ def verify(
     options: StoreOption = [],  # noqa: B006
 ) -> None:
     """Check that everything a run says it holds is there and undamaged."""
-    from jobs.prepare import read_manifest
     from store.verify import verify_run
 
-    with told():
-        objects = opened(run_url, options)
-        read_manifest(objects)
+    with kept_run(run_url, options) as objects:
         report = verify_run(objects, deep=deep)
     if as_json:
         problems = [{"name": p.name, "message": p.message, "unit": p.unit} for p in report.problems]
@@ -99,12 +92,9 @@ def gc(
     options: StoreOption = [],  # noqa: B006
 ) -> None:
     """List what nothing refers to any more: lost attempts, old snapshots, left-over files."""
-    from jobs.prepare import read_manifest
     from store.gc import collect_garbage
 
-    with told():
-        objects = opened(run_url, options)
-        read_manifest(objects)
+    with kept_run(run_url, options) as objects:
         report = collect_garbage(objects, delete=delete)
     if as_json:
         folders = [

@@ -32,6 +32,17 @@ def opened(run_url: str, options: list[str]) -> ObjectStore:
     return open_store(run_url, parsed(options))
 
 
+@contextmanager
+def kept_run(run_url: str, options: list[str]) -> Iterator[ObjectStore]:
+    """Give the store of a run that is there; errors are told as `told` does."""
+    from jobs.prepare import read_manifest
+
+    with told():
+        objects = opened(run_url, options)
+        read_manifest(objects)
+        yield objects
+
+
 def parsed(options: list[str]) -> dict[str, Any]:
     """Return `--option key=value`s as the options of an object store."""
     from jobs.config_file import apply_override

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,7 @@ from store.across_prompts import AcrossPrompts
 from store.ahead import Foreseen
 from store.array_reader import ArrayReader, ReadOptions
 from store.chunk_cache import CacheStatistics
-from store.errors import ObjectNotFound, RunError, RunNotFound, SiteNotFound
+from store.errors import ObjectNotFound, RunError, RunNotFound
 from store.explain import ReadCost
 from store.labelled import TokenAxis, label
 from store.objects.open import open_store
@@ -38,6 +38,16 @@ from store.unit_arrays import PromptArray, UnitArrays
 if TYPE_CHECKING:
     from store.activation_cache import PromptCache
     from store.site_view import SiteView
+
+
+class ReadChoices(TypedDict, total=False):
+    """What `Run.read` and `Run.isel` take besides the site."""
+
+    prompt: Required[Prompt]
+    layer: Choice
+    head: Choice
+    pos: Choice
+    dtype: DTypeLike | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,30 +206,36 @@ class Run(AcrossPrompts):
         head: Choice = None,
         pos: Choice = None,
         dtype: DTypeLike | None = None,
+        by_place: bool = False,
     ) -> xr.DataArray:
         """Return a captured tensor of one prompt, dims `layer head|kv_head pos d_head`.
 
         Labels: the model's layer numbers, global heads (key-value heads for rot_k and v),
         positions; negative ones count from the end; a scalar drops its dimension. `dtype` None
         keeps the stored one (bfloat16 as ml_dtypes). `site` may be `pattern` (then `pos` picks
-        queries) or a TransformerLens name. Raises `SiteNotFound`, `PromptNotFound`,
+        queries) or a TransformerLens name. `by_place` takes places along each held axis in place of
+        labels, as `isel` does. Raises `SiteNotFound`, `PromptNotFound`,
         `PromptNotStored`, `SelectionError`, and `DamagedObject` where stored bytes are not what
         was written.
         """
-        return self._read(site, prompt, (layer, head, pos), dtype, by_place=False)
+        self._index.begin(prompt)
+        named = self._resolve(site)
+        layer = named.one_layer(layer)
+        if named.site in REBUILT:
+            data = self._attention(named, prompt, (layer, head, pos, None), by_place)
+            return data if dtype is None else data.astype(dtype)
+        found = self._index.found(prompt)
+        array = self._arrays.of(found, named.site)
+        picked = array.select(layer, head, pos, by_place=by_place, named_layer=named.layer)
+        values = array.read(*(axis.indices for axis in picked))
+        self._index.check(found)
+        if dtype is not None:
+            values = values.astype(dtype, copy=False)
+        return label(named.site, values, (*picked, "d_head"), self._token_axis(array))
 
-    def isel(
-        self,
-        site: SiteName,
-        *,
-        prompt: Prompt,
-        layer: Choice = None,
-        head: Choice = None,
-        pos: Choice = None,
-        dtype: DTypeLike | None = None,
-    ) -> xr.DataArray:
+    def isel(self, site: SiteName, **choices: Unpack[ReadChoices]) -> xr.DataArray:
         """Return the same as `read`, with places along each held axis instead of labels."""
-        return self._read(site, prompt, (layer, head, pos), dtype, by_place=True)
+        return self.read(site, by_place=True, **choices)
 
     def pattern(
         self,
@@ -236,7 +252,7 @@ class Run(AcrossPrompts):
         Rebuilt from rot_q and rot_k by `store.attention`; the softmax always runs over every key,
         whichever `key` positions are returned. Raises as `read` does.
         """
-        return self._attention("pattern", prompt, (layer, head, query, key), by_place)
+        return self._attention(NamedSite("pattern"), prompt, (layer, head, query, key), by_place)
 
     def scores(
         self,
@@ -249,7 +265,7 @@ class Run(AcrossPrompts):
         by_place: bool = False,
     ) -> xr.DataArray:
         """Return attention scores before the softmax, as `pattern` does; masked ones are -inf."""
-        return self._attention("scores", prompt, (layer, head, query, key), by_place)
+        return self._attention(NamedSite("scores"), prompt, (layer, head, query, key), by_place)
 
     def contribution(
         self, prompt: Prompt, layer: int, head: Choice = None, pos: Choice = None
@@ -285,12 +301,10 @@ class Run(AcrossPrompts):
         taken to be cached. For a pattern or scores it is the cost of their rot_q and rot_k.
         """
         named = self._resolve(site)
-        layer = _one_layer(named, layer)
+        layer = named.one_layer(layer)
         if named.site in REBUILT:
             prompts = [prompt] if isinstance(prompt, (str, int)) else prompt
-            parts = [
-                self._attention_parts(named.site, one, (layer, head, pos, None)) for one in prompts
-            ]
+            parts = [self._attention_parts(named, one, (layer, head, pos, None)) for one in prompts]
             return ReadCost.total(
                 stored_pattern.pattern_cost(arrays[0], picked)
                 if len(arrays) == 1
@@ -382,40 +396,15 @@ class Run(AcrossPrompts):
         _, strings = self._index.tokens(array.row)
         return TokenAxis(self._index.id_of(array.row), strings)
 
-    def _read(
-        self,
-        site: SiteName,
-        prompt: Prompt,
-        choices: tuple[Choice, Choice, Choice],
-        dtype: DTypeLike | None,
-        *,
-        by_place: bool,
-    ) -> xr.DataArray:
-        self._index.begin(prompt)
-        named = self._resolve(site)
-        layer, head, pos = choices
-        layer = _one_layer(named, layer)
-        if named.site in REBUILT:
-            data = self._attention(named.site, prompt, (layer, head, pos, None), by_place)
-            return data if dtype is None else data.astype(dtype)
-        found = self._index.found(prompt)
-        array = self._arrays.of(found, named.site)
-        picked = array.select(layer, head, pos, by_place=by_place, named_layer=named.layer)
-        values = array.read(*(axis.indices for axis in picked))
-        self._index.check(found)
-        if dtype is not None:
-            values = values.astype(dtype, copy=False)
-        return label(named.site, values, (*picked, "d_head"), self._token_axis(array))
-
     def _attention(
         self,
-        kind: str,
+        named: NamedSite,
         prompt: Prompt,
         choices: tuple[Choice, Choice, Choice, Choice],
         by_place: bool,
     ) -> xr.DataArray:
-        self._resolve(kind)
-        arrays, picked = self._attention_parts(kind, prompt, choices, by_place=by_place)
+        kind = self._resolve(named.site).site
+        arrays, picked = self._attention_parts(named, prompt, choices, by_place=by_place)
         if len(arrays) == 1:
             values = stored_pattern.read_pattern(arrays[0], picked)
         else:
@@ -424,7 +413,7 @@ class Run(AcrossPrompts):
 
     def _attention_parts(
         self,
-        kind: str,
+        named: NamedSite,
         prompt: Prompt,
         choices: tuple[Choice, Choice, Choice, Choice],
         *,
@@ -433,23 +422,15 @@ class Run(AcrossPrompts):
         """Return the stored pattern's array, or those of rot_q and rot_k, and the picked axes."""
         layer, head, query, key = choices
         stored = self._index.stored(prompt)
-        as_stored = kind == Site.PATTERN and self._arrays.stores_pattern(stored)
+        as_stored = named.site == Site.PATTERN and self._arrays.stores_pattern(stored)
         sites = (Site.PATTERN,) if as_stored else (Site.ROT_Q, Site.ROT_K)
         arrays = [self._arrays.of(stored, site) for site in sites]
         picked = (
-            *arrays[0].select(layer, head, None, by_place=by_place)[:2],
+            *arrays[0].select(layer, head, None, by_place=by_place, named_layer=named.layer)[:2],
             select("query_pos", arrays[0].positions, query, by_place=by_place),
             select("key_pos", arrays[-1].positions, key, by_place=by_place),
         )
         return arrays, picked
-
-
-def _one_layer(named: NamedSite, layer: Choice) -> Choice:
-    if named.layer is None:
-        return layer
-    if layer is not None and layer != named.layer:
-        raise SiteNotFound(f"the name says layer {named.layer}, the selection {layer}: give one")
-    return named.layer
 
 
 def _model_field(manifest: RunManifest, name: str) -> str | None:

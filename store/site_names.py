@@ -14,8 +14,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from store.errors import SiteNotFound
 from store.run_format import Site
+from store.selection import Choice
 
 SCORES = "scores"
 """Not a stored site, but readable like one: scores before the softmax."""
@@ -43,6 +46,18 @@ class NamedSite:
 
     site: str
     layer: int | None = None
+
+    def one_layer(self, chosen: Choice) -> Choice:
+        """Return the layer that the name says, or else what was chosen besides it."""
+        if self.layer is None:
+            return chosen
+        if chosen is not None and (
+            not isinstance(chosen, (int, np.integer)) or chosen != self.layer
+        ):
+            raise SiteNotFound(
+                f"the name says layer {self.layer}, the selection {chosen}: give one"
+            )
+        return self.layer
 
 
 def resolve(name: SiteName, captured: Collection[str]) -> NamedSite:

@@ -6,7 +6,7 @@ only `sel` and `isel` read.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Required, TypedDict, Unpack
 
 import xarray as xr
 from numpy.typing import DTypeLike
@@ -14,10 +14,23 @@ from numpy.typing import DTypeLike
 from store.run_format import LayerSemantics, Site
 from store.run_index import Prompt
 from store.selection import Choice, describe
-from store.site_names import REBUILT, NamedSite, SiteName
+from store.site_names import REBUILT, NamedSite
 
 if TYPE_CHECKING:
     from store.run import Run
+
+
+class SiteChoices(TypedDict, total=False):
+    """What a site may be read by."""
+
+    prompt: Required[Prompt]
+    layer: Choice
+    head: Choice
+    kv_head: Choice
+    pos: Choice
+    query_pos: Choice
+    key_pos: Choice
+    dtype: DTypeLike | None
 
 
 class SiteView:
@@ -40,71 +53,40 @@ class SiteView:
         head = Site(self.site).head_dim_name if self.site in set(Site) else "head"
         return (*layer, head, "pos", "d_head")
 
-    def sel(
-        self,
-        *,
-        prompt: Prompt,
-        layer: Choice = None,
-        head: Choice = None,
-        kv_head: Choice = None,
-        pos: Choice = None,
-        query_pos: Choice = None,
-        key_pos: Choice = None,
-        dtype: DTypeLike | None = None,
-    ) -> xr.DataArray:
-        """Read by label: layer numbers, global heads, positions. Raises as `Run.read` does."""
-        return self._pick(
-            prompt, layer, head, kv_head, pos, query_pos, key_pos, dtype, by_place=False
-        )
+    def sel(self, **choices: Unpack[SiteChoices]) -> xr.DataArray:
+        """Read by label: layer numbers, global heads, positions. Raises as `Run.read` does.
 
-    def isel(
-        self,
-        *,
-        prompt: Prompt,
-        layer: Choice = None,
-        head: Choice = None,
-        kv_head: Choice = None,
-        pos: Choice = None,
-        query_pos: Choice = None,
-        key_pos: Choice = None,
-        dtype: DTypeLike | None = None,
-    ) -> xr.DataArray:
-        """Read by place along each held axis. Raises as `Run.isel` does."""
-        return self._pick(
-            prompt, layer, head, kv_head, pos, query_pos, key_pos, dtype, by_place=True
-        )
+        Takes `prompt`, any of `dims` but the last (`head` also for key-value heads), and `dtype`.
+        """
+        return self._pick(choices, by_place=False)
 
-    def _pick(
-        self,
-        prompt: Prompt,
-        layer: Choice,
-        head: Choice,
-        kv_head: Choice,
-        pos: Choice,
-        query_pos: Choice,
-        key_pos: Choice,
-        dtype: DTypeLike | None,
-        *,
-        by_place: bool,
-    ) -> xr.DataArray:
-        given = {"head": head, "kv_head": kv_head, "pos": pos, "query_pos": query_pos}
-        given["key_pos"] = key_pos
-        for dim, choice in given.items():
-            if choice is not None and dim not in self.dims and dim != "head":
-                raise TypeError(
-                    f"{self.site} has no dimension {dim}; it has {', '.join(self.dims)}"
-                )
-        heads = head if kv_head is None else kv_head
-        name: SiteName = (
-            (self.site, self._named.layer) if self._named.layer is not None else self.site
-        )
+    def isel(self, **choices: Unpack[SiteChoices]) -> xr.DataArray:
+        """Read by place along each held axis, else as `sel`. Raises as `Run.isel` does."""
+        return self._pick(choices, by_place=True)
+
+    def _pick(self, choices: SiteChoices, *, by_place: bool) -> xr.DataArray:
+        given = {name for name, choice in choices.items() if choice is not None}
+        for name in sorted(given - {"prompt", "layer", "head", "dtype", *self.dims[:-1]}):
+            raise TypeError(f"{self.site} has no dimension {name}; it has {', '.join(self.dims)}")
+        if "prompt" not in given:
+            raise TypeError(f"say which prompt: {self.site} is read one prompt at a time")
+        prompt, layer, dtype = choices["prompt"], choices.get("layer"), choices.get("dtype")
+        heads = choices.get("head") if "head" in given else choices.get("kv_head")
+        layer = self._named.one_layer(layer)
         if self.site in REBUILT:
-            read = self._run.pattern if self.site == "pattern" else self._run.scores
-            chosen: Choice = layer if self._named.layer is None else self._named.layer
-            data = read(prompt, chosen, heads, query=query_pos, key=key_pos, by_place=by_place)
+            picked = (layer, heads, choices.get("query_pos"), choices.get("key_pos"))
+            data = self._run._attention(self._named, prompt, picked, by_place)
             return data if dtype is None else data.astype(dtype)
-        method = self._run.isel if by_place else self._run.read
-        return method(name, prompt=prompt, layer=layer, head=heads, pos=pos, dtype=dtype)
+        named = self._named.layer
+        return self._run.read(
+            self.site if named is None else (self.site, named),
+            prompt=prompt,
+            layer=layer,
+            head=heads,
+            pos=choices.get("pos"),
+            dtype=dtype,
+            by_place=by_place,
+        )
 
     def __repr__(self) -> str:
         semantics = next(iter(self._run.model.layers.values()), None)

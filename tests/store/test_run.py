@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from store import keys
 from store.codec import Codec
+from store.commit import commit_unit
 from store.errors import (
     DamagedObject,
     PromptNotFound,
@@ -22,7 +23,16 @@ from store.errors import (
 )
 from store.objects.local import LocalStore
 from store.run import Run, open_run
-from tests.store.sample_run import SampleShape, SampleUnit, capture, sample_units, write_manifests
+from store.run_format import Commit, ModelManifest
+from tests.store.sample_run import (
+    SampleShape,
+    SampleUnit,
+    capture,
+    make_unit,
+    sample_units,
+    write_manifests,
+    write_unit,
+)
 
 LENGTHS = [[300, 0, 7], [1, 520, 33], [40]]
 PENDING_UNIT = 2
@@ -183,8 +193,44 @@ def test_transformer_lens_names_and_lazy_views(sample: tuple[Run, Truth]) -> Non
         run.read("blocks.1.attn.hook_q", prompt="p2")
     with pytest.raises(SiteNotFound, match=r"layer 1, the selection 2"):
         run.read(("z", 1), prompt="p2", layer=2)
+    for view in (run[("z", 1)], run["blocks.1.attn.hook_pattern"]):
+        with pytest.raises(SiteNotFound, match=r"layer 1, the selection 2"):
+            view.sel(prompt="p2", layer=2)
     with pytest.raises(TypeError, match="has no dimension query_pos"):
         run["z"].sel(prompt="p2", query_pos=1)
+    with pytest.raises(TypeError, match="has no dimension heads; it has layer, head, pos, d_head"):
+        run["z"].sel(prompt="p2", heads=1)
+    with pytest.raises(TypeError, match="say which prompt"):
+        run["z"].sel(head=1)
+
+
+def test_places_count_what_is_held_and_a_named_layer_is_never_one(tmp_path) -> None:
+    objects = LocalStore(tmp_path)
+    shape = shape_of()
+    write_manifests(objects, shape, [[6]])
+    commit = write_unit(objects, shape, make_unit(shape, 0, 0, [6], 3), "a0")
+    held = [{**array.model_dump(), "layers": [0, 2, 5]} for array in commit.arrays]
+    layers = [layer.model_dump() for layer in _model(objects).layers]
+    for number, layer in zip([0, 2, 5], layers, strict=True):
+        layer["layer"] = number
+    commit = Commit.model_validate({**commit.model_dump(), "arrays": held})
+    assert commit_unit(objects, commit).won
+    model = {**_model(objects).model_dump(), "layers": layers}
+    objects.put(keys.MODEL, [ModelManifest.model_validate(model).to_bytes()])
+    run = open_run(str(tmp_path))
+    for site in ("z", "pattern", "scores"):
+        by_label = run.read(site, prompt=0, layer=5, head=1)
+        assert run.isel(site, prompt=0, layer=2, head=1).identical(by_label)
+        assert run.isel((site, 5), prompt=0, head=1).identical(by_label)
+        assert run[(site, 5)].isel(prompt=0, head=1).identical(by_label)
+        assert run[site].isel(prompt=0, layer=-1, head=1).identical(by_label)
+        assert by_label.coords["layer"].item() == 5
+        with pytest.raises(SiteNotFound, match="nearest: 2 and 5"):
+            run.read(site, prompt=0, layer=4)
+
+
+def _model(objects: LocalStore) -> ModelManifest:
+    return ModelManifest.from_bytes(objects.get(keys.MODEL, max_bytes=1 << 20), keys.MODEL)
 
 
 def test_errors_name_the_nearest_and_say_the_state(sample: tuple[Run, Truth]) -> None:
