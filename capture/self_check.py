@@ -232,7 +232,7 @@ def _against_transformers(
 def _rows(arrays: UnitArrays, commit: Commit, place: int, site: str, num_rows: int) -> np.ndarray:
     first = commit.prompts.first_row[place]
     stored = StoredPrompt(
-        PromptPlace(place, f"prompt {place}", commit.unit, place),
+        PromptPlace(place, commit.unit, place),
         commit,
         first,
         np.arange(num_rows, dtype=np.int64),
