@@ -82,9 +82,9 @@ def test_the_held_heads_are_stored_under_their_numbers(captured, held, reference
 
 def test_a_head_that_is_not_held_is_refused_with_those_that_are(captured) -> None:
     run = captured.run
-    with pytest.raises(SiteNotFound, match="head 10 is not there; nearest: 9 and 12"):
+    with pytest.raises(SiteNotFound, match="head 10 is not there; nearest: 8 and 9; held: "):
         run.read("z", prompt="p0", layer=0, head=10)
-    with pytest.raises(SiteNotFound, match="head 10 is not there; nearest: 9 and 12"):
+    with pytest.raises(SiteNotFound, match="head 10 is not there; nearest: 8 and 9; held: "):
         run.pattern("p0", layer=0, head=10)
     with pytest.raises(SiteNotFound, match="kv_head 5 is not there"):
         run.read("v", prompt="p0", head=5)
