@@ -278,15 +278,12 @@ class AcrossPrompts:
     def _matching_ids(self, expression: str, prompts: Sequence[Prompt] | None) -> list[int]:
         wanted = re.compile(expression)
         rows = range(self._index.num_prompts) if prompts is None else self._index.rows_of(prompts)
-        found: set[int] = set()
-        seen: set[int] = set()
+        # A token's string may depend on what stands before it: one match of an id is enough.
+        seen: set[tuple[int, str]] = set()
         for row in rows:
             ids, strings = self._index.tokens(int(row))
-            for number, string in zip(ids.tolist(), strings, strict=True):
-                if number not in seen:
-                    seen.add(number)
-                    if wanted.fullmatch(string):
-                        found.add(number)
+            seen.update(zip(ids.tolist(), strings, strict=True))
+        found = {number for number, string in seen if wanted.fullmatch(string)}
         if not found:
             raise SiteNotFound(f"no token of these prompts matches {expression!r}")
         return sorted(found)
