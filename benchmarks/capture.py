@@ -2,13 +2,16 @@
 
     python benchmarks/capture.py MODEL [--tp 2] [--lengths 32,64,512] [--run-in DIR] [--json OUT]
 
-Each measurement is set against the same engine with capture switched off; best of `--repeats`.
+Plain and captured runs take turns, `--repeats` of each; rates are the best of each, `ratio` theirs,
+`median_ratio` the median of the pairs' own.
 
 staged      every wanted row of every layer reaches host memory and is dropped there
 end to end  prompts go in as units and come out as committed units of a run under DIR; `phases`
             tells the time until writing began (ramp), how fast files grew from then until the
             engine was done (steady), and the time from there to the last commit (drain)
 writers     the same number of plain threads write files of 64 MiB with fsync under DIR
+memory      with --soak-seconds: units run for so long under the first DIR, and what this process
+            and its children hold is sampled each second
 
 MODEL is a checkpoint folder; with `--load-format dummy` its config and a tokenizer are enough.
 """
@@ -24,9 +27,9 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,210 +37,44 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
 
-from benchmarks.run_folder import RunFolder  # noqa: E402
-from capture.engine import CaptureEngine  # noqa: E402
-from capture.rows import UnitLayout  # noqa: E402
-from capture.settings import (  # noqa: E402
-    CaptureSettings,
-    EngineSettings,
-    PromptTask,
-    StoreLocation,
-    UnitTask,
-)
-from store.codec import Codec  # noqa: E402
-from store.run_format import Site  # noqa: E402
+from benchmarks.capture_runs import Bench, Pairs, numbers  # noqa: E402
 
 FILE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One row of the result. `ratio` is over the plain engine of the same process and length."""
+    """One row of the result: runs with capture beside runs without, by turns."""
 
     what: str
     prompt_tokens: int
     prompts: int
-    tokens_per_second: float
-    plain_tokens_per_second: float
-    gigabytes_per_second: float = 0.0
+    pairs: Pairs
+    gigabytes_per_second: float
     where: str = ""
     timings: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
     """End to end only: seconds, except where a name says otherwise."""
 
-    @property
-    def ratio(self) -> float:
-        return self.tokens_per_second / self.plain_tokens_per_second
+    def as_json(self) -> dict[str, object]:
+        """Return every figure, the pairs themselves included."""
+        return {
+            **asdict(self),
+            "tokens_per_second": max(self.pairs.captured),
+            "plain_tokens_per_second": max(self.pairs.plain),
+            "ratio": self.pairs.ratio,
+            "median_ratio": self.pairs.median_ratio,
+        }
 
     def line(self) -> str:
+        pairs = self.pairs
         shown = f"{self.what:<11} {self.where:<16} {self.prompt_tokens:>6} tokens a prompt: "
-        shown += f"{self.tokens_per_second:>9,.0f} tok/s, ratio {self.ratio:.3f}"
-        if self.gigabytes_per_second:
-            shown += f", {self.gigabytes_per_second:.2f} GB/s"
+        shown += f"{max(pairs.captured):>9,.0f} tok/s of {max(pairs.plain):,.0f} plain, "
+        shown += f"ratio {pairs.ratio:.3f} (median of pairs {pairs.median_ratio:.3f}), "
+        shown += f"{self.gigabytes_per_second:.2f} GB/s"
         for figures in (self.phases, self.timings):
             shown += f"\n            {_rounded(figures)}" if figures else ""
         return shown
-
-
-@dataclass(frozen=True, slots=True)
-class EndToEnd:
-    """One committed run. `phases` and `timings` as in `Measurement`."""
-
-    tokens_per_second: float
-    gigabytes_per_second: float
-    phases: dict[str, float]
-    timings: dict[str, float]
-
-
-class Bench:
-    """One engine, and prompts of random tokens to run through it."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        engine = EngineSettings(
-            model=options.model,
-            dtype=options.dtype,
-            tensor_parallel_size=options.tp,
-            max_model_len=options.max_model_len,
-            max_num_batched_tokens=options.step_tokens,
-            max_num_seqs=options.max_num_seqs,
-            gpu_memory_utilization=options.gpu_memory_utilization,
-            load_format=options.load_format,
-        )
-        capture = CaptureSettings(
-            sites=tuple(Site(site) for site in options.sites.split(",")),
-            layers=_numbers(options.layers) if options.layers else None,
-            codec=Codec(options.codec),
-            host_bytes=options.host_bytes,
-            device_bytes=options.device_bytes,
-            slot_bytes=options.slot_bytes,
-            writer_threads=options.threads,
-            writer_processes={"auto": None, "thread": False, "process": True}[options.writers],
-        )
-        started = time.perf_counter()
-        scratch = Path(options.run_in[0] if options.run_in else "/tmp") / "attnstore-bench"
-        location = StoreLocation(str(scratch))
-        self.capture = CaptureEngine.start(engine, capture, location, "00" * 8)
-        self.engine = self.capture.step_engine
-        self.load_seconds = time.perf_counter() - started
-        self.random = np.random.default_rng(0)
-        vocabulary = self.engine.vllm_config.model_config.get_vocab_size()
-        self.vocabulary = min(40_000, vocabulary)
-        self._key = 1 << 20
-
-    def prompts(self, length: int, count: int) -> list[np.ndarray]:
-        return list(self.random.integers(10, self.vocabulary, (count, length), dtype=np.int32))
-
-    def plain(self, length: int, count: int) -> float:
-        """Return tokens/s of the engine with capture off."""
-        self.engine.call("capture_switch", False)
-        seconds = min(self._through(length, count, None) for _ in range(self.options.repeats))
-        self.engine.call("capture_switch", True)
-        return length * count / seconds
-
-    def staged(self, length: int, count: int) -> float:
-        """Return tokens/s with every row copied to host slabs, dropped by the writer threads."""
-        repeats = range(self.options.repeats)
-        return length * count / min(self._through(length, count, self._discard) for _ in repeats)
-
-    def _discard(self, lengths: list[int]) -> int:
-        self._key += 1
-        self.engine.call("capture_begin_unit", UnitLayout.plan(self._key, 0, "bench", lengths))
-        self.engine.call("capture_fail_unit", self._key, "measured only")
-        return self._key
-
-    def _through(self, length: int, count: int, begin: Callable[[list[int]], int] | None) -> float:
-        prompts = self.prompts(length, count)
-        started = time.perf_counter()
-        key = begin([length] * count) if begin else 0
-        for place, ids in enumerate(prompts):
-            self.engine.add(key, place, ids)
-        while self.engine.busy:
-            self.engine.step()
-        if begin:
-            self.engine.call("capture_seal_unit", key)
-            waiting = self.options.tp
-            while waiting:
-                waiting -= sum(len(reports) for reports in self.engine.call("capture_poll"))
-                time.sleep(0.0005)
-        return time.perf_counter() - started
-
-    def end_to_end(self, length: int, count: int, folder: str) -> EndToEnd:
-        """Return the best of `--repeats` committed runs of `count` prompts."""
-        runs = [self._committed_run(length, count, folder) for _ in range(self.options.repeats)]
-        return max(runs, key=lambda run: run.tokens_per_second)
-
-    def _committed_run(self, length: int, count: int, folder: str) -> EndToEnd:
-        run = Path(folder) / f"attnstore-bench-{os.getpid()}"
-        shutil.rmtree(run, ignore_errors=True)
-        self.capture.reopen(StoreLocation(str(run)))
-        tasks = self._units(length, count)
-        self._start_writers(len(tasks))
-        for part in run.iterdir():
-            shutil.rmtree(part)
-        watched = RunFolder(run, self.options.keep_bytes)
-        try:
-            started = time.perf_counter()
-            stored, computed, written, timings = self._run(tasks, watched)
-            ended = time.perf_counter()
-        finally:
-            watched.close()
-        begun = min(watched.first_write or computed, computed)
-        phases = {
-            "ramp": begun - started,
-            "steady": computed - begun,
-            "steady_gb_per_s": written / max(computed - begun, 1e-9) / 1e9,
-            "drain": ended - computed,
-            "deleted_gb": watched.deleted_bytes / 1e9,
-            "waited_for_deletion": watched.waited_seconds,
-        }
-        seconds = ended - started
-        return EndToEnd(length * count / seconds, stored / seconds / 1e9, phases, timings)
-
-    def _start_writers(self, unit: int) -> None:
-        """Send a unit of one prompt through every writer: they start with the engine, once."""
-        ids = self.prompts(16, self.options.threads)
-        for number, prompt in enumerate(ids):
-            self.capture.admit(UnitTask(unit + number, "started", 0, (PromptTask(prompt),)))
-        while self.capture.in_flight:
-            for result in self.capture.advance():
-                if result.error is not None:
-                    raise SystemExit(result.error)
-
-    def _units(self, length: int, count: int) -> list[UnitTask]:
-        per_unit = max(1, self.options.unit_tokens // length)
-        prompts = self.prompts(length, count)
-        tasks = []
-        for unit, first in enumerate(range(0, count, per_unit)):
-            chosen = tuple(PromptTask(ids) for ids in prompts[first : first + per_unit])
-            tasks.append(UnitTask(unit, "bench", first, chosen))
-        return tasks
-
-    def _run(
-        self, tasks: list[UnitTask], watched: RunFolder
-    ) -> tuple[int, float, int, dict[str, float]]:
-        """Return bytes stored, when the last forward pass ended, bytes written by then, timings."""
-        waiting, stored = list(reversed(tasks)), 0
-        before = self.engine.call("capture_timings")[0]
-        timings: dict[str, float] = {}
-        computed, written = time.perf_counter(), 0
-        while waiting or self.capture.in_flight:
-            while waiting and self.capture.in_flight < self.options.units_in_flight:
-                self.capture.admit(waiting.pop())
-            was_busy = self.engine.busy
-            results = self.capture.advance()
-            if was_busy and not self.engine.busy and not waiting:
-                computed, written = time.perf_counter(), watched.written_bytes()
-            for result in results:
-                if result.error is not None:
-                    raise SystemExit(result.error)
-                stored += result.bytes
-                watched.committed(result.unit, result.bytes)
-                for stage, seconds in result.timings.items():
-                    timings[stage] = timings.get(stage, 0.0) + seconds
-        after = self.engine.call("capture_timings")[0]
-        timings |= {name: after[name] - before[name] for name in after}
-        return stored, computed, written, timings
 
 
 def plain_writers(folder: str, threads: int, total_bytes: int, kept_bytes: int) -> float:
@@ -273,9 +110,8 @@ def main() -> None:
     options = _options()
     bench = Bench(options)
     facts = bench.capture.facts
-    print(
-        f"loaded in {bench.load_seconds:.0f} s, {facts.bytes_per_token} bytes a token", flush=True
-    )
+    row_bytes = facts.bytes_per_token
+    print(f"loaded in {bench.load_seconds:.0f} s, {row_bytes} bytes a token", flush=True)
     bench.plain(64, 8)
     bench.staged(64, 8)
     measured: list[Measurement] = []
@@ -284,18 +120,15 @@ def main() -> None:
         measured.append(measurement)
         print(measurement.line(), flush=True)
 
-    for length in _numbers(options.lengths) if options.lengths else ():
+    for length in numbers(options.lengths) if options.lengths else ():
         count = max(1, options.tokens // length)
-        plain = bench.plain(length, count)
-        add(Measurement("plain", length, count, plain, plain))
-        rate = bench.staged(length, count)
-        add(Measurement("staged", length, count, rate, plain, rate * facts.bytes_per_token / 1e9))
+        pairs = bench.staged(length, count)
+        add(Measurement("staged", length, count, pairs, max(pairs.captured) * row_bytes / 1e9))
     writers: dict[str, float] = {}
+    length = options.run_length
     for folder in options.run_in:
-        length = options.run_length
         count = max(1, options.run_tokens // length)
-        plain = bench.plain(length, count)
-        volume = count * length * facts.bytes_per_token
+        volume = count * length * row_bytes
         written = min(volume, options.writers_bytes)
         kept = min(volume, options.keep_bytes or volume)
         # The best of several: a machine's memory may have to grow at the first.
@@ -305,27 +138,50 @@ def main() -> None:
         )
         print(f"writers     {folder:<16} {writers[folder]:.2f} GB/s", flush=True)
         run = bench.end_to_end(length, count, folder)
-        rate, speed = run.tokens_per_second, run.gigabytes_per_second
+        speed = run.gigabytes_per_second
         add(
             Measurement(
-                "end to end", length, count, rate, plain, speed, folder, run.timings, run.phases
+                "end to end", length, count, run.pairs, speed, folder, run.timings, run.phases
             )
         )
         print(f"            over plain writers: {speed / writers[folder]:.3f}", flush=True)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(f"largest resident memory {memory / 1e9:.2f} GB", flush=True)
+    memory = None
+    if options.soak_seconds:
+        memory = bench.soak(options.soak_seconds, length, options.run_in[0])
+        _print_memory(memory)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(f"largest resident memory {largest / 1e9:.2f} GB", flush=True)
     if options.json:
         report = {
             "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "gpu": _gpu()},
             "versions": facts.model.versions,
             "options": {k: v for k, v in vars(options).items() if k != "json"},
-            "bytes_per_token": facts.bytes_per_token,
-            "measurements": [{**asdict(m), "ratio": m.ratio} for m in measured],
+            "bytes_per_token": row_bytes,
+            "measurements": [one.as_json() for one in measured],
             "plain_writers_gb_per_s": writers,
-            "max_rss_bytes": memory,
+            "memory": memory,
+            "max_rss_bytes": largest,
         }
         Path(options.json).write_text(json.dumps(report, indent=1))
     bench.capture.shutdown()
+
+
+def _print_memory(memory: dict[str, Any]) -> None:
+    print(
+        f"memory      {memory['units']} units, {memory['stored_bytes'] / 1e9:.1f} GB stored in "
+        f"{memory['seconds']:.0f} s; slabs {memory['slab_bytes'] / 1e9:.2f} GB"
+    )
+    for name in ("pss", "anonymous", "shared_memory", "device"):
+        first, last = memory["first_minute"][name], memory["last_minute"][name]
+        print(
+            f"            {name:<14} before {memory['before'][name] / 1e6:>8,.0f} MB, first minute "
+            f"{first / 1e6:>8,.0f}, last {last / 1e6:>8,.0f} ({(last - first) / 1e6:+,.1f})"
+        )
+    print(
+        f"            most above before {memory['most_above_before'] / 1e6:,.0f} MB of a budget of "
+        f"{memory['budget'] / 1e6:,.0f}",
+        flush=True,
+    )
 
 
 def _options() -> argparse.Namespace:
@@ -341,6 +197,7 @@ def _options() -> argparse.Namespace:
     add("--tokens", type=int, default=8192, help="tokens of each measurement")
     add("--sites", default="rot_q,rot_k,v,z")
     add("--layers", default="")
+    add("--heads", default="")
     add("--codec", default="raw")
     add("--run-in", action="append", default=[], help="folder for end to end; may be repeated")
     add("--run-length", type=int, default=512)
@@ -358,6 +215,7 @@ def _options() -> argparse.Namespace:
     add("--max-model-len", type=int, default=4096)
     add("--gpu-memory-utilization", type=float, default=0.6)
     add("--host-bytes", type=int, default=2 << 30)
+    add("--buffer-bytes", type=int, default=32 << 30)
     add("--device-bytes", type=int, default=4 << 30)
     add("--slot-bytes", type=int, default=64 << 20)
     add("--threads", type=int, default=2, help="writer threads of each rank")
@@ -365,11 +223,16 @@ def _options() -> argparse.Namespace:
     add("--writers", choices=("auto", "thread", "process"), default="auto")
     add("--repeats", type=int, default=3)
     add("--json", default="")
-    return parser.parse_args()
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    add("--soak-seconds", type=float, default=0.0)
+    add(
+        "--verify", action="store_true", help="read back every committed run; needs no --keep-bytes"
+    )
+    options = parser.parse_args()
+    if options.soak_seconds and not options.run_in:
+        parser.error("--soak-seconds needs a --run-in")
+    if options.verify and options.keep_bytes is not None:
+        parser.error("--verify needs all of a run; leave --keep-bytes out")
+    return options
 
 
 def _rounded(timings: dict[str, float]) -> dict[str, float]:
