@@ -143,8 +143,9 @@ class CaptureConfig(Section):
     """`all`, `last`, or a slice such as `0:16` or `-8:`; a pattern needs them all."""
     codec: Annotated[Codec, FROZEN] = Codec.RAW
     pattern: Annotated[PatternMode, FROZEN] = PatternMode.DERIVED
-    unit_tokens: Annotated[int, Field(ge=1), FROZEN] = 65_536
-    """Units hold about so many tokens: the grain of work, retry and resume."""
+    unit_tokens: Annotated[int | None, Field(ge=1), FROZEN] = None
+    """Units hold about so many tokens: the grain of work, retry and resume. Null: `jobs.unit_size`
+    chooses it when the run is created."""
     probe: Annotated[str | None, Field(pattern=r"^[\w.]+:\w+$"), FROZEN] = None
     """A function of yours, importable on the workers, whose tensors become sites."""
     output_weights: bool = False

@@ -20,6 +20,7 @@ from jobs.schedule import UnitTable
 from jobs.sources import PromptSource
 from jobs.status import read_status
 from jobs.stored_rows import Counts, StoredRows
+from jobs.unit_size import with_unit_tokens
 from store.byte_count import human_bytes
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
@@ -34,7 +35,9 @@ def preview(config: RunConfig, rates: Rates) -> Estimate:
     found = find_run(objects, config)
     if found is not None:
         return estimate_missing(objects, config, found, rates)
-    packer, stored = UnitPacker(config.capture.unit_tokens), StoredRows(config)
+    unit_tokens = with_unit_tokens(config).capture.unit_tokens
+    assert unit_tokens is not None
+    packer, stored = UnitPacker(unit_tokens), StoredRows(config)
     lengths: list[int] = []
     units: list[int] = []
     prompts = unusable = tokens = 0

@@ -149,6 +149,17 @@ def _geometry(
     )
 
 
+def rank_row_bytes(config: RunConfig, shape: AttentionShape) -> int:
+    """Return the bytes of one row of all sites on the rank that holds most of it."""
+    layers = len(config.capture.layers) if config.capture.layers is not None else shape.layers
+    return layers * sum(
+        held_heads(config, shape, site)[1]
+        * (shape.v_head_size if site in _OF_V else shape.head_size)
+        * ITEM_BYTES[config.model.dtype]
+        for site in config.capture.sites
+    )
+
+
 def held_heads(config: RunConfig, shape: AttentionShape, site: Site) -> tuple[int, int]:
     """Return how many heads of a site all ranks store, and how many each one that writes."""
     heads = shape.kv_heads if site.is_kv else shape.heads

@@ -70,7 +70,9 @@ def write_plan(
     last = before[-1] if before else None
     first_prompt = last.first_prompt + last.num_prompts if last else 0
     first_unit = last.first_unit + last.num_units if last else 0
-    packer = UnitPacker(config.capture.unit_tokens, first_unit, first_prompt)
+    unit_tokens = config.capture.unit_tokens
+    assert unit_tokens is not None, "jobs.unit_size sets it before anything is planned"
+    packer = UnitPacker(unit_tokens, first_unit, first_prompt)
     writer = SegmentWriter(objects, run_id=run_id, segment=len(before))
     units: list[PlannedUnit] = []
     done = PlanProgress()
