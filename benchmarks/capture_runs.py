@@ -34,7 +34,6 @@ from capture.settings import (
 from store.codec import Codec
 from store.run_format import Site
 
-
 _FIRST_WARM = 1 << 20
 """Units of this number and above only start the writers."""
 
