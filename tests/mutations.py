@@ -1,8 +1,10 @@
 """Plant a bug in each attention semantic and see the family checks fail: `make mutations`.
 
 Each mutation replaces one piece of source in a copy of the tree; the check of one family, run there
-on the real engine, must end with 1. The unchanged copy must end with 0. A test makes sure that
-every piece is still found exactly once, so that this cannot rot.
+on the real engine, must find rows that are wrong. The unchanged families pass the same check in
+every test run (test_models.py). What was seen is written to docs/mutations.md; with arguments, only
+mutations whose names hold one of them are run, and nothing is written. A test makes sure that every
+piece is still found exactly once, so that this cannot rot.
 """
 
 from __future__ import annotations
@@ -16,6 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "mutations.md"
+
+HEAD = """# Planted bugs
+
+Written by `make mutations`; do not edit. Each bug is planted alone in a copy of the tree, in which
+one family is then captured on the real engine and compared with transformers, as
+[models.md](models.md) tells. The last column is what that comparison said; a bug that it does not
+notice is a fault of the tests.
+
+| bug | in | family, ranks | noticed | what the check said |
+|---|---|---|---|---|
+"""
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,20 @@ MUTATIONS = (
         "return head % semantics.num_kv_heads",
         "mistral",
     ),
+    Mutation(
+        "a mask that shows one key more",
+        "store/attention.py",
+        "distance_QK <= -semantics.sliding_window",
+        "distance_QK < -semantics.sliding_window",
+        "gemma2",
+    ),
+    Mutation(
+        "a mask that shows the next token",
+        "store/attention.py",
+        "hidden_QK = distance_QK > 0",
+        "hidden_QK = distance_QK > 1",
+        "qwen3",
+    ),
     Mutation("no sinks", _LAYERS, "sinks=_floats(sinks)", "sinks=None", "gpt_oss"),
     Mutation(
         "no soft-cap",
@@ -62,7 +90,35 @@ MUTATIONS = (
         "logit_softcap=None",
         "gemma2",
     ),
+    Mutation(
+        "sinks that are renormalised away",
+        "store/attention.py",
+        "total_NQ1 += np.exp(sinks_N11 - top_NQ1)",
+        "total_NQ1 += 0 * np.exp(sinks_N11 - top_NQ1)",
+        "gpt_oss",
+    ),
+    Mutation(
+        "a soft-cap before the scale",
+        "store/attention.py",
+        "np.tanh(scores_NQK / cap, out=scores_NQK)",
+        "np.tanh(scores_NQK / np.float32(semantics.scale) / cap, out=scores_NQK)",
+        "gemma2",
+    ),
     Mutation("no ALiBi", _LAYERS, "alibi_slopes=_floats(slopes)", "alibi_slopes=None", "bloom"),
+    Mutation(
+        "ALiBi slopes of the next head",
+        "store/attention.py",
+        "picked = [values[heads[place]] for place in places]",
+        "picked = [values[heads[place] - 1] for place in places]",
+        "bloom",
+    ),
+    Mutation(
+        "W_O's input in place of z",
+        "capture/step_block.py",
+        "sink.put(reads.z, z)",
+        "sink.put(reads.z, z * torch.sigmoid(z))",
+        "afmoe",
+    ),
     Mutation(
         "ranks' heads exchanged",
         "capture/heads.py",
@@ -91,8 +147,9 @@ def mutated(source: str, mutation: Mutation) -> str:
 
 
 def main() -> int:
-    """Run every mutation (or those whose names hold an argument); return how many went unseen."""
+    """Run every mutation (or those whose names hold an argument); return 1 if one went unseen."""
     wanted = [m for m in MUTATIONS if not sys.argv[1:] or any(a in m.name for a in sys.argv[1:])]
+    rows: list[str] = []
     unseen = 0
     for mutation in wanted:
         with tempfile.TemporaryDirectory() as folder:
@@ -103,9 +160,20 @@ def main() -> int:
             done = _check(tree, mutation)
         seen = done.returncode == 1 and "is wrong" in done.stdout
         unseen += not seen
-        told = done.stdout.strip().splitlines()[-1][:160] if done.stdout.strip() else ""
+        told = _told(done)
         print(f"{'seen  ' if seen else 'UNSEEN'} {mutation.name}: {told}", flush=True)
+        where = f"{mutation.family}, {mutation.ranks}"
+        noticed = "yes" if seen else "NO"
+        rows.append(f"| {mutation.name} | `{mutation.file}` | {where} | {noticed} | {told} |")
+    if wanted == list(MUTATIONS):
+        DOCUMENT.write_text(HEAD + "\n".join(rows) + "\n")
     return min(unseen, 1)
+
+
+def _told(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the check's last word, short enough for a table."""
+    text = " ".join((done.stdout.strip() or done.stderr[-400:]).split())
+    return text.partition("is wrong: ")[2][:140] if "is wrong: " in text else text[-140:]
 
 
 def _copy_tree(tree: Path) -> None:
