@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from capture.lanes import Answer, Broken, Lane, OnAnswer, Rows, SlabDone
+from capture.pattern_rows import bundles
 from capture.rows import UnitLayout
 from capture.shard_loop import (
     DropUnit,
@@ -59,9 +60,14 @@ class Assembly:
         on_report: Callable[[RankReport], None],
     ) -> None:
         self.rank, self._pool, self._on_report = rank, pool, on_report
-        self._group_size = max(1, min(num_writers, len(taps)))
+        together = bundles({number: tap.recipe for number, tap in enumerate(taps)})
+        self._group_size = max(1, min(num_writers, len(together)))
         self._num_groups = max(1, num_writers // self._group_size)
-        self._writer_of = spread([tap.row_bytes for tap in taps], self._group_size)
+        self._writer_of = [0] * len(taps)
+        weights = [sum(taps[number].row_bytes for number in bundle) for bundle in together]
+        for bundle, writer in zip(together, spread(weights, self._group_size), strict=True):
+            for number in bundle:
+                self._writer_of[number] = writer
         shares: list[dict[int, Tap]] = [{} for _ in range(self._group_size)]
         for number, tap in enumerate(taps):
             shares[self._writer_of[number]][number] = tap

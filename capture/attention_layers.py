@@ -143,6 +143,11 @@ def merge_semantics(
     return merged
 
 
+def local_semantics(layer: LocalLayer) -> LayerSemantics:
+    """Return what a rank's share of a layer computes; head numbers are the rank's own."""
+    return merge_semantics([[layer]], layer.num_heads, layer.num_kv_heads)[0]
+
+
 def _joined(
     total_heads: int, layer: int, parts: Sequence[tuple[float, ...] | None]
 ) -> list[float] | None:

@@ -15,16 +15,17 @@ import numpy as np
 from capture.assembly import RankReport
 from capture.errors import RowsMissing
 from capture.heads import select_heads
+from capture.pattern_rows import first_entries
 from capture.rank import RankFacts
 from capture.rows import UnitLayout
 from capture.settings import CaptureSettings, UnitTask
-from store import keys
 from store.attempt import AttemptWriter
 from store.codec import DTYPES, Codec
 from store.commit import CommitResult, commit_unit
 from store.generated import GENERATED, Continuation, generated_bytes
 from store.geometry import ArrayGeometry
 from store.objects.protocol import ObjectStore
+from store.packed_pattern import plan_pattern
 from store.run_format import (
     ArrayRecord,
     Commit,
@@ -49,6 +50,8 @@ class StoredSite:
     num_heads: int
     head_size: int
     dtype: str
+    packed: bool = False
+    """Whether its rows are entries of packed patterns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,11 @@ class CaptureShape:
             )
             for site in self.settings.sites
         ]
+        if self.settings.pattern is not None:
+            heads = layer.num_heads
+            sites.append(
+                StoredSite("pattern", "head", heads, 1, self.settings.pattern, packed=True)
+            )
         return sites + [
             StoredSite(
                 probe.name,
@@ -114,22 +122,33 @@ class CaptureShape:
         return sorted({head for heads in held for head in (heads.kv if is_kv else heads.query)})
 
     def array(self, site: StoredSite, num_tokens: int, chunk_sizes: dict[str, str]) -> ArrayRecord:
-        """Describe the site's array in a unit of `num_tokens` rows."""
+        """Describe the site's array in a unit of `num_tokens` rows, or entries."""
         heads = self.site_heads(site)
         shard_heads = max(len(rank.heads[site.name]) for rank in self.ranks)
-        cut = ArrayGeometry.plan(
-            num_layers=len(self.layers),
-            num_tokens=num_tokens,
-            num_heads=len(heads),
-            shard_heads=shard_heads,
-            head_size=site.head_size,
-            item_bytes=DTYPES[site.dtype].itemsize,
-        )
+        if site.packed:
+            cut = plan_pattern(
+                num_layers=len(self.layers),
+                entries=num_tokens,
+                num_heads=len(heads),
+                shard_heads=shard_heads,
+                dtype=site.dtype,
+            )
+        else:
+            cut = ArrayGeometry.plan(
+                num_layers=len(self.layers),
+                num_tokens=num_tokens,
+                num_heads=len(heads),
+                shard_heads=shard_heads,
+                head_size=site.head_size,
+                item_bytes=DTYPES[site.dtype].itemsize,
+            )
         return ArrayRecord.of(
             cut,
             site=site.name,
             dtype=site.dtype,
-            dims=["layer", "token", site.head_dim, "d_head"],
+            dims=["layer", "head", "entry"]
+            if site.packed
+            else ["layer", "token", site.head_dim, "d_head"],
             layers=[layer.layer for layer in self.layers],
             heads=heads,
             codec=self.settings.codec,
@@ -154,7 +173,7 @@ def commit_captured_unit(
     after the others, where anything was. Raises `RowsMissing` where
     anything is missing or there twice, and the store's `CommitRefused` where objects are.
     """
-    total = layout.total_rows
+    total, entries = layout.total_rows, int(first_entries(layout)[-1])
     records = _rank_objects(shape, layout, reports)
     arrays: list[ArrayRecord] = []
     if total:
@@ -164,7 +183,7 @@ def commit_captured_unit(
             arrays.append(
                 shape.array(
                     site,
-                    total,
+                    entries if site.packed else total,
                     {}
                     if shape.settings.codec is Codec.RAW
                     else {n: pack_chunk_sizes(s) for n, s in sizes.items() if n.startswith(prefix)},
@@ -202,9 +221,10 @@ def _rank_objects(
     shape: CaptureShape, layout: UnitLayout, reports: Sequence[RankReport]
 ) -> list[ObjectRecord]:
     records: list[ObjectRecord] = []
-    expected = layout.total_rows * len(shape.layers)
     for rank, report in zip(shape.ranks, reports, strict=True):
         for site in shape.sites:
+            rows = int(first_entries(layout)[-1]) if site.packed else layout.total_rows
+            expected = rows * len(shape.layers)
             writes = bool(rank.heads[site.name])
             proved = report.rows.get(site.name, 0)
             if proved != (expected if writes else 0):
@@ -219,9 +239,7 @@ def _rank_objects(
 
 def _check_shards(arrays: Sequence[ArrayRecord], names: set[str]) -> None:
     due = {
-        keys.shard_key(array.site, place)
-        for array in arrays
-        for place in array.geometry().shard_coordinates()
+        array.shard_name(*place) for array in arrays for place in array.geometry().shard_places()
     }
     if due != names:
         raise RowsMissing(

@@ -37,6 +37,7 @@ from capture.settings import (
 from store.codec import DTYPES
 from store.generated import Continuation
 from store.objects.open import open_store
+from store.packed_pattern import num_entries
 from store.run_format import ModelManifest
 from store.weights import WEIGHTS, OutputProjection, weight_key, write_output_projection
 
@@ -150,13 +151,18 @@ class CaptureEngine:
         self._check_alive()
         key, self._next_key = self._next_key, self._next_key + 1
         task = self._selected(task)
-        row_bytes = max(rank.bytes_per_row for rank in self._shape.ranks)
-        most = sum(
+        rows = [
             self._shape.settings.positions.of(self._num_positions(prompt))[1]
             for prompt in task.prompts
             if prompt.reason is None
+        ]
+        entries = sum(map(num_entries, rows))
+        needed = max(
+            sum(rows) * (rank.bytes_per_row + rank.kept_bytes_per_row)
+            + entries * rank.bytes_per_entry
+            for rank in self._shape.ranks
         )
-        self._waiting.append(_Waiting(key, task, most * row_bytes))
+        self._waiting.append(_Waiting(key, task, needed))
         self._begin_what_fits()
 
     def _begin_what_fits(self) -> None:

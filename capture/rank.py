@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from capture.assembly import Assembly, RankReport
-from capture.attention_layers import LocalLayer
+from capture.attention_layers import LocalLayer, local_semantics
 from capture.errors import CaptureError, RowsMissing, UnsupportedModel
 from capture.heads import HeadShare, HeadSlice, head_share, head_slices, select_heads
 from capture.lanes import Lane, OnAnswer, process_lanes, thread_lanes
+from capture.pattern_rows import PatternRecipe, first_entries, require_rows
 from capture.probe import Probe, ProbeSite
 from capture.rows import Span, StepRows, UnitLayout, plan_step
 from capture.settings import CaptureSettings, StoreLocation
@@ -28,8 +29,10 @@ from capture.shard_loop import OpenUnit, Tap
 from capture.slabs import TapShape
 from capture.staging import NUM_DEVICE_SLOTS, Staging
 from capture.step_block import LayerReads
+from store.codec import DTYPES
 from store.geometry import ArrayGeometry
 from store.objects.open import open_store
+from store.packed_pattern import plan_pattern
 from store.run_format import Site
 
 OnProjected = Callable[[torch.Tensor, torch.Tensor], None]
@@ -49,6 +52,10 @@ class RankFacts:
     host_bytes: int
     device_bytes: int
     max_step_rows: int
+    kept_bytes_per_row: int = 0
+    """Rows that are kept beside their shards until a prompt is whole, for its patterns."""
+    bytes_per_entry: int = 0
+    """An entry of the stored patterns, over all layers and the rank's heads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +117,7 @@ class RankCapture:
         self.layers = tuple(layers)
         self.taken = _wanted_layers(self.layers, settings.layers)
         first = _uniform(self.taken)
+        require_rows(settings.pattern, settings.sites, settings.positions)
         q_share = head_share(total_heads, first.num_heads, rank, num_ranks)
         kv_share = head_share(total_kv_heads, first.num_kv_heads, rank, num_ranks)
         if settings.heads is not None:
@@ -143,13 +151,27 @@ class RankCapture:
         self._unproven: dict[int, torch.Tensor | None] = {}
         """Taps of z until it is seen, in the first step, that W_O takes z as it is."""
         self.reads: list[LayerReads] = []
+        feeding = () if settings.pattern is None else (Site.ROT_Q, Site.ROT_K)
+        patterns: list[Tap] = []
         for index, layer in enumerate(self.taken):
             numbers: dict[str, int] = {}
             for site in self.sites:
-                if site.share.writes:
+                if (writes := site.share.writes) or site.name in feeding:
                     numbers[site.name] = len(taps)
-                    taps.append(Tap(site.name, index, site.share.shard, site.row_bytes))
+                    shard = site.share.shard
+                    taps.append(Tap(site.name, index, shard, site.row_bytes, writes=writes))
                     self._tap_sites.append(site)
+            if settings.pattern is not None:
+                recipe = PatternRecipe(
+                    numbers[Site.ROT_Q],
+                    numbers[Site.ROT_K],
+                    tuple(head - q_share.first for head in q_share.held),
+                    tuple(head - kv_share.first for head in kv_share.held),
+                    local_semantics(layer),
+                    str(dtype).removeprefix("torch."),
+                    settings.pattern,
+                )
+                patterns.append(Tap(Site.PATTERN, index, q_share.shard, 0, recipe=recipe))
             before = (numbers.get(Site.PRE_Q), numbers.get(Site.PRE_K))
             if before != (None, None):
                 watch_projection(layer, partial(self._projected, before))
@@ -169,7 +191,7 @@ class RankCapture:
                     probe=tuple(numbers[p.name] for p in self._probe_sites),
                 )
             )
-        self._taps = taps
+        self._taps, self._patterns, self._pattern_share = taps, patterns, q_share
         self._tap_shapes = [site.tap_shape() for site in self._tap_sites]
         self._tap_heads = [site.head_slices() for site in self._tap_sites]
         self.bytes_per_row = sum(tap.row_bytes for tap in taps)
@@ -197,15 +219,24 @@ class RankCapture:
 
     def facts(self) -> RankFacts:
         """Return what this rank computes and holds."""
+        heads = {site.name: site.share.held if site.share.writes else () for site in self.sites}
+        kept = entry = 0
+        if self.settings.pattern is not None:
+            heads[Site.PATTERN] = self._pattern_share.held
+            kept = sum(tap.row_bytes for tap in self._taps if tap.site in (Site.ROT_Q, Site.ROT_K))
+            item = DTYPES[self.settings.pattern].itemsize
+            entry = len(self._patterns) * len(self._pattern_share.held) * item
         return RankFacts(
             rank=self.rank,
             layers=self.layers,
-            heads={site.name: site.share.held if site.share.writes else () for site in self.sites},
+            heads=heads,
             probes=self._probe_sites,
             bytes_per_row=self.bytes_per_row,
             host_bytes=self._staging.pool.num_slabs * self._staging.slot_bytes,
             device_bytes=self._staging.device_bytes,
             max_step_rows=self.max_step_rows,
+            kept_bytes_per_row=kept,
+            bytes_per_entry=entry,
         )
 
     def open(self, location: StoreLocation) -> None:
@@ -234,7 +265,7 @@ class RankCapture:
 
         self._assembly = Assembly(
             self.rank,
-            self._taps,
+            [*self._taps, *self._patterns],
             settings.writer_threads,
             self._staging.pool,
             start_lanes,
@@ -256,6 +287,14 @@ class RankCapture:
 
     def _opening(self, layout: UnitLayout, *, held: bool) -> OpenUnit:
         cuts = {site.name: site.geometry(len(self.taken), layout.total_rows) for site in self.sites}
+        if self.settings.pattern is not None:
+            cuts[Site.PATTERN] = plan_pattern(
+                num_layers=len(self.taken),
+                entries=int(first_entries(layout)[-1]),
+                num_heads=self._pattern_share.num_held,
+                shard_heads=len(self._pattern_share.held),
+                dtype=self.settings.pattern,
+            )
         return OpenUnit(layout, cuts, held)
 
     def drop_unit(self, key: int) -> None:

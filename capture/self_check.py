@@ -145,7 +145,7 @@ def _compare(
     alone, together = (read_commit(objects, keys[unit]) for unit in (0, 1))
     arrays = UnitArrays(ArrayReader(objects, ReadOptions(threads=2)))
     batched, mixed = _Worst(), _Worst()
-    sites = [array.site for array in alone.arrays]
+    sites = [array.site for array in alone.arrays if not array.is_packed]
     layers = alone.arrays[0].layers if alone.arrays else []
     heads = {array.site: array.heads for array in alone.arrays}
     can_mix = {"rot_q", "rot_k", "v", "z"} <= set(sites)

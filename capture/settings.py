@@ -60,6 +60,8 @@ class CaptureSettings:
     """Query heads to keep, rounded up by `capture.heads`; None means all."""
     positions: Positions = ALL_POSITIONS
     codec: Codec = Codec.RAW
+    pattern: str | None = None
+    """The dtype of stored patterns; None: they are rebuilt when read."""
     generation: Generation | None = None
     """None: prompts are read, not continued."""
     probe: str | None = None

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from capture.errors import RowsMissing
+from capture.pattern_rows import PatternRecipe, PatternRows, copy_rows, first_entries
 from capture.rows import Run, UnitLayout
-from capture.slabs import Entry
+from capture.slabs import BITS_DTYPE, Entry
 from store.attempt import AttemptWriter
 from store.codec import Codec
 from store.geometry import ArrayGeometry
@@ -35,12 +36,22 @@ from store.shard import encode_chunks
 
 @dataclass(frozen=True, slots=True)
 class Tap:
-    """One site of one layer as this rank writes it. `head_shard` is its place on the head axis."""
+    """One site of one layer as this rank has it. `head_shard` is its place on the head axis."""
 
     site: str
     layer_index: int
     head_shard: int
     row_bytes: int
+    writes: bool = True
+    """Whether it is stored; else patterns are made of it, and another rank stores it."""
+    recipe: PatternRecipe | None = None
+    """Of a pattern, which is not staged but made of two other taps; its rows are entries."""
+
+    def coordinates(self, shard: int) -> tuple[int, ...]:
+        """Return where a shard of it lies in the grid of its array."""
+        if self.recipe is not None:
+            return (self.layer_index, self.head_shard, shard)
+        return (self.layer_index, shard, self.head_shard, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,19 +159,6 @@ class _Moved:
             row += count
 
 
-def copy_rows(
-    target_GCgtD: np.ndarray, row: int, source_GCgtD: np.ndarray, start: int, count: int
-) -> None:
-    """Copy `count` rows between arrays of tiles whose token counts and phases may differ."""
-    target_tile, source_tile = target_GCgtD.shape[3], source_GCgtD.shape[3]
-    while count:
-        to, at = divmod(row, target_tile)
-        from_, off = divmod(start, source_tile)
-        size = min(count, target_tile - at, source_tile - off)
-        target_GCgtD[:, to, :, at : at + size] = source_GCgtD[:, from_, :, off : off + size]
-        row, start, count = row + size, start + size, count - size
-
-
 class _Unit:
     """This writer's part of one attempt."""
 
@@ -168,6 +166,7 @@ class _Unit:
         self.layout, self.cuts, self.held = message.layout, message.cuts, message.held
         self.writer = AttemptWriter(store, message.layout.unit, message.layout.attempt)
         self.buffers: dict[tuple[int, int], _ShardBuffer] = {}
+        self.patterns: dict[int, PatternRows] = {}
         self.left: set[tuple[int, int]] = set()
         self.objects: list[ObjectRecord] = []
         self.chunk_sizes: dict[str, np.ndarray] = {}
@@ -178,9 +177,10 @@ class _Unit:
     def fail(self, error: str) -> None:
         self.error = self.error or error
         self.buffers.clear()
+        self.patterns.clear()
 
     def spent(self, stage: str, started: float) -> None:
-        self.timings[stage] += time.perf_counter() - started
+        self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - started
 
 
 class ShardLoop:
@@ -189,6 +189,11 @@ class ShardLoop:
     def __init__(self, rank: int, taps: dict[int, Tap], codec: Codec, store: ObjectStore) -> None:
         self.rank, self.taps, self.codec, self.store = rank, taps, codec, store
         self._units: dict[int, _Unit] = {}
+        self._feeds: dict[int, int] = {}
+        """Tap that a pattern is made of -> the tap of that pattern."""
+        for number, tap in taps.items():
+            if tap.recipe is not None:
+                self._feeds |= {tap.recipe.q_tap: number, tap.recipe.k_tap: number}
 
     def handle(self, message: Message) -> PartReport | None:
         """Obey a message; a seal returns this writer's part of the report."""
@@ -213,19 +218,46 @@ class ShardLoop:
                 if unit is None or unit.error is not None:
                     continue
                 try:
-                    self._place_run(unit, entry, run, staged_GCgtD)
+                    if entry.tap in self._feeds:
+                        self._feed(unit, entry.tap, run, staged_GCgtD)
+                    if self.taps[entry.tap].writes:
+                        self._place_run(unit, entry.tap, run, staged_GCgtD)
                 except Exception:  # noqa: BLE001
                     # Policy: whatever goes wrong with a unit's rows fails that unit, with why.
                     unit.fail(traceback.format_exc())
 
-    def _place_run(self, unit: _Unit, entry: Entry, run: Run, staged_GCgtD: np.ndarray) -> None:
-        cut = unit.cuts[self.taps[entry.tap].site]
+    def _feed(self, unit: _Unit, tap: int, run: Run, staged_GCgtD: np.ndarray) -> None:
+        """Keep rows that a pattern is made of; make the patterns of prompts that are whole."""
+        number = self._feeds[tap]
+        recipe = self.taps[number].recipe
+        assert recipe is not None
+        started = time.perf_counter()
+        rows = unit.patterns.setdefault(number, PatternRows(recipe, unit.layout))
+        whole = rows.place(tap, run.row, run.num_rows, staged_GCgtD, run.staged)
+        unit.spent("copy", started)
+        if not unit.held:
+            self._make_patterns(unit, number, whole)
+
+    def _make_patterns(self, unit: _Unit, number: int, prompts: Sequence[int]) -> None:
+        starts = first_entries(unit.layout)
+        for prompt in prompts:
+            started = time.perf_counter()
+            tiles = unit.patterns[number].take(prompt, int(unit.layout.num_rows[prompt]))
+            for entry, packed_NE in tiles:
+                unit.spent("pattern", started)
+                run = Run(unit.layout.key, int(starts[prompt]) + entry, packed_NE.shape[1], 0)
+                bits_NE = packed_NE.view(BITS_DTYPE[packed_NE.itemsize])
+                self._place_run(unit, number, run, bits_NE[:, None, None, :, None])
+                started = time.perf_counter()
+
+    def _place_run(self, unit: _Unit, tap: int, run: Run, staged_GCgtD: np.ndarray) -> None:
+        cut = unit.cuts[self.taps[tap].site]
         row, end, staged = run.row, run.row + run.num_rows, run.staged
         while row < end:
             shard = row // cut.shard_tokens
             first = shard * cut.shard_tokens
             count = min(end, first + cut.tokens_in_shard(shard)) - row
-            self._place_rows(unit, entry.tap, shard, row - first, staged_GCgtD, staged, count)
+            self._place_rows(unit, tap, shard, row - first, staged_GCgtD, staged, count)
             row, staged = row + count, staged + count
 
     def _place_rows(
@@ -270,6 +302,8 @@ class ShardLoop:
         rows_of = _Moved(unit.layout, final.layout)
         unit.layout, unit.cuts, unit.held, unit.buffers = final.layout, final.cuts, False, {}
         for number, tap in sorted(self.taps.items()):
+            if tap.recipe is not None or not tap.writes:
+                continue
             old, new = old_cuts[tap.site], final.cuts[tap.site]
             for shard in range(new.num_token_shards):
                 first, size = shard * new.shard_tokens, new.tokens_in_shard(shard)
@@ -286,12 +320,14 @@ class ShardLoop:
                     unit.buffers[number, shard] = target
             for place in [place for place in buffers if place[0] == number]:
                 del buffers[place]
+        for number in unit.patterns:
+            self._make_patterns(unit, number, np.flatnonzero(final.layout.num_rows).tolist())
 
     def _leave(self, unit: _Unit, number: int, shard: int, chunks_GCgtD: np.ndarray) -> None:
         tap = self.taps[number]
         cut = unit.cuts[tap.site]
         started = time.perf_counter()
-        key = unit.writer.shard_key(tap.site, (tap.layer_index, shard, tap.head_shard, 0))
+        key = unit.writer.shard_key(tap.site, tap.coordinates(shard))
         encoded = encode_chunks(cut, shard, chunks_GCgtD, self.codec, key)
         unit.spent("encode", started)
         started = time.perf_counter()
@@ -326,16 +362,24 @@ class ShardLoop:
 
     def _first_missing(self, unit: _Unit) -> str | None:
         for number, tap in sorted(self.taps.items()):
+            if not tap.writes:
+                continue
             cut = unit.cuts[tap.site]
             for shard in range(cut.num_token_shards):
                 if (number, shard) in unit.left:
                     continue
                 buffer = unit.buffers.get((number, shard))
                 first = 0 if buffer is None else int(np.argmin(buffer.seen))
-                prompt, position = unit.layout.prompt_at(shard * cut.shard_tokens + first)
+                row = shard * cut.shard_tokens + first
+                if tap.recipe is None:
+                    prompt, position = unit.layout.prompt_at(row)
+                    lacking = f"no row for position {position}"
+                else:
+                    starts = first_entries(unit.layout)
+                    prompt = int(np.searchsorted(starts, row, side="right")) - 1
+                    lacking = "no entry"
                 return (
                     f"RowsMissing: unit {unit.layout.unit}, site {tap.site}, layer index "
-                    f"{tap.layer_index}, rank {self.rank}: no row for position {position} of "
-                    f"prompt {prompt} of the unit"
+                    f"{tap.layer_index}, rank {self.rank}: {lacking} of prompt {prompt} of the unit"
                 )
         return None

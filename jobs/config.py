@@ -122,6 +122,9 @@ class PatternMode(StrEnum):
     DERIVED = "derived"
     """Rebuilt from the stored rot_q and rot_k when read."""
 
+    STORED = "stored"
+    """Made on the ranks and stored, packed; they outweigh q and k from some hundred tokens on."""
+
 
 class CaptureConfig(Section):
     """What is kept of every prompt."""
@@ -143,6 +146,10 @@ class CaptureConfig(Section):
     """`all`, `last`, or a slice such as `0:16` or `-8:`; a pattern needs them all."""
     codec: Annotated[Codec, FROZEN] = Codec.RAW
     pattern: Annotated[PatternMode, FROZEN] = PatternMode.DERIVED
+    pattern_dtype: Annotated[str, Field(pattern="^(float16|bfloat16|float32|uint8)$"), FROZEN] = (
+        "float16"
+    )
+    """How stored patterns are kept; uint8 is round(255 p)."""
     unit_tokens: Annotated[int | None, Field(ge=1), FROZEN] = None
     """Units hold about so many tokens: the grain of work, retry and resume. Null: `jobs.unit_size`
     chooses it when the run is created."""
@@ -156,7 +163,16 @@ class CaptureConfig(Section):
         if len(set(self.sites)) != len(self.sites):
             raise ValueError(f"sites are listed twice: {', '.join(self.sites)}")
         if Site.PATTERN in self.sites:
-            raise ValueError("pattern is rebuilt when read; take it out of capture.sites")
+            raise ValueError(
+                "pattern is rebuilt when read; take it out of capture.sites, or set "
+                "capture.pattern to stored"
+            )
+        missing = [site.value for site in (Site.ROT_Q, Site.ROT_K) if site not in self.sites]
+        if self.pattern is PatternMode.STORED and missing:
+            raise ValueError(
+                f"pattern is stored, and it is made of rot_q and rot_k: add {', '.join(missing)} "
+                "to sites"
+            )
         if self.layers is not None and len(set(self.layers)) != len(self.layers):
             raise ValueError(f"layers are listed twice: {list(self.layers)}")
         if self.heads is not None and len(set(self.heads)) != len(self.heads):
@@ -356,6 +372,9 @@ class RunConfig(Section):
             layers=self.capture.layers,
             heads=self.capture.heads,
             codec=self.capture.codec,
+            pattern=(
+                self.capture.pattern_dtype if self.capture.pattern is PatternMode.STORED else None
+            ),
             positions=self.capture.kept_positions(),
             probe=self.capture.probe,
             output_weights=self.capture.output_weights,

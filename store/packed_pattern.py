@@ -49,6 +49,28 @@ def plan_pattern(
     )
 
 
+def entry_starts(num_rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the first entry of prompts of so many stored rows (0: none), and the total at the end.
+
+    Prompts follow each other in the order given.
+    """
+    counts = np.asarray(num_rows, np.int64)
+    return np.concatenate(([0], np.cumsum(counts * (counts + 1) // 2))).astype(np.int64)
+
+
+def pack_query_rows(pattern_NQK: NDArray[Any], first: int, dtype: str) -> NDArray[Any]:
+    """Return [N, E] of `dtype`: the entries of query rows from `first`, ready to be stored.
+
+    Keys begin with position 0 and hold at least those up to the last query.
+    """
+    queries, keys = pattern_NQK.shape[1:]
+    seen_QK = np.arange(keys)[None, :] <= first + np.arange(queries)[:, None]
+    packed_NE = pattern_NQK[:, seen_QK]
+    if dtype == "uint8":
+        packed_NE = np.rint(packed_NE.astype(np.float32) * UINT8_STEPS)
+    return np.ascontiguousarray(packed_NE.astype(DTYPES[dtype]))
+
+
 def pack_pattern(pattern_NQK: NDArray[Any], dtype: str) -> NDArray[Any]:
     """Return [N, E] of `dtype` from square patterns, ready to be stored.
 
@@ -59,10 +81,7 @@ def pack_pattern(pattern_NQK: NDArray[Any], dtype: str) -> NDArray[Any]:
         raise ValueError(f"patterns are [heads, rows, rows], got {pattern_NQK.shape}")
     if np.triu(pattern_NQK.astype(np.float32), 1).any():
         raise ValueError("only causal patterns can be packed, and this one looks ahead")
-    packed_NE = pattern_NQK[:, *np.tril_indices(num_rows)]
-    if dtype == "uint8":
-        packed_NE = np.rint(packed_NE.astype(np.float32) * UINT8_STEPS)
-    return np.ascontiguousarray(packed_NE.astype(DTYPES[dtype]))
+    return pack_query_rows(pattern_NQK, 0, dtype)
 
 
 def unpack_pattern(packed_NE: NDArray[Any], num_rows: int) -> NDArray[Any]:
@@ -81,8 +100,5 @@ def unpack_pattern(packed_NE: NDArray[Any], num_rows: int) -> NDArray[Any]:
 
 def entry_offsets(prompts: PromptOutcomes) -> NDArray[np.int64]:
     """Return each prompt's first entry on the unit's entry axis, and the total at the end."""
-    counts = [
-        num_entries(rows) if outcome is Outcome.STORED else 0
-        for outcome, rows in zip(prompts.outcome, prompts.num_rows, strict=True)
-    ]
-    return np.concatenate(([0], np.cumsum(counts, dtype=np.int64))).astype(np.int64)
+    stored = [outcome is Outcome.STORED for outcome in prompts.outcome]
+    return entry_starts(np.where(stored, np.asarray(prompts.num_rows, np.int64), 0))

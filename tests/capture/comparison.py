@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from store import rebuild
 from tests.capture.hf_reference import LayerReference
 
 SITES = ("rot_q", "rot_k", "v", "z")
@@ -19,6 +20,19 @@ def stored_sites(run: Any, prompt: str) -> dict[str, np.ndarray]:
     sites = [*SITES, *(site for site in run.sites if site not in SITES)]
     arrays = {site: run.read(site, prompt=prompt, dtype=np.float32).values for site in sites}
     return {**arrays, "pattern": run.pattern(prompt).values}
+
+
+def assert_stored_patterns(run: Any, prompt: str, within: float) -> None:
+    """Assert that a prompt's stored pattern is what its stored rot_q and rot_k give when read."""
+    arrays, picked = run._attention_parts("pattern", prompt, (None, None, None, None))
+    assert [array.site for array in arrays] == ["pattern"]
+    stored_LNQK = run.pattern(prompt).values
+    stored = run._index.stored(prompt)
+    q, k = (run._arrays.of(stored, site) for site in ("rot_q", "rot_k"))
+    rebuilt_LNQK = rebuild.attention("pattern", run.model.layers, q, k, picked)
+    assert stored_LNQK.shape == rebuilt_LNQK.shape
+    assert stored_LNQK.max() > 0.1
+    assert np.abs(stored_LNQK - rebuilt_LNQK).max() <= within
 
 
 def assert_matches_reference(

@@ -56,10 +56,12 @@ def _smollm2(folder: Path, model: Path, units: list[list[list[int]]], ranks: int
     return LiveCapture(str(folder), str(model), units, engine, EVERYTHING, {"14": "left out"})
 
 
-def _going_on(folder: Path, model: Path, prompts: list[list[int]], ranks: int) -> LiveCapture:
+def _going_on(
+    folder: Path, model: Path, prompts: list[list[int]], ranks: int, **capture: object
+) -> LiveCapture:
     engine = {**SMALL_STEPS, "tensor_parallel_size": ranks}
     generation = {"generation": {"max_tokens": 4, "ignore_eos": True}}
-    return LiveCapture(str(folder), str(model), [prompts], engine, generation)
+    return LiveCapture(str(folder), str(model), [prompts], engine, {**generation, **capture})
 
 
 @pytest.fixture(scope="session")
@@ -180,7 +182,7 @@ def tiny_qwen3_on_2(tmp_path_factory, tiny_qwen3_dir, tiny_units) -> list[Captur
     return capture_live(
         [
             _tiny_ranks(folder / "run", tiny_qwen3_dir, tiny_units, 2),
-            _going_on(folder / "generated", tiny_qwen3_dir, tiny_units[0], 2),
+            _going_on(folder / "generated", tiny_qwen3_dir, tiny_units[0], 2, pattern="float16"),
             _probed(folder / "probed", tiny_qwen3_dir, tiny_units, 2, "norms"),
         ]
     )
@@ -194,14 +196,16 @@ def tiny_qwen3_2(tiny_qwen3_on_2) -> Captured:
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_4(tmp_path_factory, tiny_qwen3_dir, tiny_units) -> Captured:
-    """Tiny Qwen3 on four ranks: each kv head is on two of them."""
+    """Tiny Qwen3 on four ranks, patterns stored: each kv head is on two of them."""
     folder = tmp_path_factory.mktemp("tiny-qwen3-4") / "run"
-    return capture_live([_tiny_ranks(folder, tiny_qwen3_dir, tiny_units, 4)])[0]
+    return capture_live([_tiny_ranks(folder, tiny_qwen3_dir, tiny_units, 4, pattern="float32")])[0]
 
 
-def _tiny_ranks(folder: Path, model: Path, units: list[list[list[int]]], ranks: int) -> LiveCapture:
+def _tiny_ranks(
+    folder: Path, model: Path, units: list[list[list[int]]], ranks: int, **capture: object
+) -> LiveCapture:
     engine = {**SMALL_STEPS, "tensor_parallel_size": ranks}
-    return LiveCapture(str(folder), str(model), units, engine, EVERYTHING)
+    return LiveCapture(str(folder), str(model), units, engine, {**EVERYTHING, **capture})
 
 
 GENERATED_TOKENS = 6
@@ -218,19 +222,24 @@ def tiny_generated(tmp_path_factory, tiny_qwen3_dir, tiny_units) -> dict[str, Ca
     }
     one_unit = [[ids for unit in tiny_units for ids in unit]]
 
-    def wanted(name: str, units, generation, **engine) -> LiveCapture:
+    def wanted(name: str, units, generation, pattern=None, **engine) -> LiveCapture:
         return LiveCapture(
             str(folder / name),
             str(tiny_qwen3_dir),
             units,
             {**SMALL_STEPS, **engine},
-            {"generation": {"max_tokens": GENERATED_TOKENS, **generation}},
+            {
+                "generation": {"max_tokens": GENERATED_TOKENS, **generation},
+                "pattern": pattern,
+            },
         )
 
     captures = {
         "greedy": wanted("greedy", tiny_units, {"ignore_eos": True}),
         "sampled": wanted("sampled", tiny_units, sampled),
         "sampled alone": wanted("alone", one_unit, sampled, max_num_seqs=1),
-        "long": wanted("long", tiny_units, {**sampled, "max_tokens": 120}, **short_of_cache),
+        "long": wanted(
+            "long", tiny_units, {**sampled, "max_tokens": 120}, "float16", **short_of_cache
+        ),
     }
     return dict(zip(captures, capture_live(list(captures.values())), strict=True))

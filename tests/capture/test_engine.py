@@ -11,6 +11,7 @@ import pytest
 from tests.capture.comparison import (
     assert_close,
     assert_matches_reference,
+    assert_stored_patterns,
     mixed_values,
     stored_sites,
 )
@@ -102,6 +103,13 @@ def test_a_kv_head_that_two_ranks_hold_is_written_by_one(tiny_qwen3_4) -> None:
     commit = tiny_qwen3_4.run._index.commit(0)
     assert [rank.heads["rot_k"] for rank in commit.ranks] == [[0], [], [1], []]
     assert [rank.heads["rot_q"] for rank in commit.ranks] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_patterns_stored_by_every_rank_are_the_rebuilt_ones(tiny_qwen3_4) -> None:
+    for prompt in stored_prompts(tiny_qwen3_4):
+        assert_stored_patterns(tiny_qwen3_4.run, prompt, 1e-6)
+    commit = tiny_qwen3_4.run._index.commit(0)
+    assert [rank.heads["pattern"] for rank in commit.ranks] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_preempted_prompts_are_stored_exactly(tiny_qwen3_1, tiny_qwen3_reference) -> None:

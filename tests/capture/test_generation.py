@@ -9,7 +9,12 @@ import numpy as np
 import pytest
 
 from store.verify import verify_run
-from tests.capture.comparison import assert_close, assert_matches_reference, stored_sites
+from tests.capture.comparison import (
+    assert_close,
+    assert_matches_reference,
+    assert_stored_patterns,
+    stored_sites,
+)
 from tests.capture.conftest import GENERATED_TOKENS
 from tests.capture.live_capture import Captured
 
@@ -92,3 +97,15 @@ def test_what_was_said_is_committed_and_verified(tiny_generated) -> None:
     positions = captured.run.read("z", prompt="p0")["pos"].values
     assert positions.tolist() == list(range(len(positions)))
     assert len(captured.run.read("z", prompt="p0")["token"].values) == len(positions)
+
+
+@pytest.mark.parametrize("name", ["long", "two ranks"])
+def test_stored_patterns_of_continued_prompts_are_the_rebuilt_ones(
+    name: str, tiny_generated, request
+) -> None:
+    captured = tiny_generated["long"]
+    if name == "two ranks":
+        captured = request.getfixturevalue("tiny_qwen3_on_2")[1]
+    for prompt in prompts_of(captured):
+        assert_stored_patterns(captured.run, prompt, 2**-11)
+    assert verify_run(captured.run._objects, deep=True).problems == []

@@ -16,7 +16,12 @@ import pytest
 
 from capture.checkpoints.families import FAMILIES
 from capture.checkpoints.tiny import tiny
-from tests.capture.comparison import assert_close, assert_matches_reference, mixed_values
+from tests.capture.comparison import (
+    assert_close,
+    assert_matches_reference,
+    assert_stored_patterns,
+    mixed_values,
+)
 from tests.capture.hf_reference import HFReference
 from tests.capture.live_capture import Captured, LiveCapture, capture_live
 
@@ -60,7 +65,11 @@ def prompts() -> list[list[list[int]]]:
     return [[rng.integers(3, 320, n).tolist() for n in unit] for unit in ((40, 1, 9), (70, 25))]
 
 
-CAPTURE = {"afmoe": {"sites": ["rot_q", "rot_k", "v", "z", "proj_in"], "output_weights": True}}
+CAPTURE = {
+    "afmoe": {"sites": ["rot_q", "rot_k", "v", "z", "proj_in"], "output_weights": True},
+    "gemma2": {"pattern": "float32"},
+    "gpt_oss": {"pattern": "float32"},
+}
 """What is kept of a family, where it is more than the four sites."""
 UNPROVEN = "afmoe without proj_in"
 
@@ -101,6 +110,8 @@ def check_family(family: str, captured: Captured) -> dict[str, float]:
             prompt = f"p{number}"
             layers = reference.layers(captured.wanted.ids(number))
             errors = assert_matches_reference(run, prompt, layers, difference.tolerance)
+            if "pattern" in CAPTURE.get(family, {}):
+                assert_stored_patterns(run, prompt, 1e-6)
             mixed, z = mixed_values(run, prompt)
             errors["pattern @ v"] = assert_close(f"z of {prompt}", mixed, z, TOLERANCE)
             worst = {site: max(worst.get(site, 0.0), error) for site, error in errors.items()}
