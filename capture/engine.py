@@ -243,9 +243,13 @@ class CaptureEngine:
         for layer in self._shape.layers:
             if weight_key(layer.layer) not in held:
                 parts = self._engine.call("capture_output_projection", layer.layer)
-                rows = np.concatenate(parts).view(DTYPES[self._shape.dtype])
+                dtype = DTYPES[self._shape.dtype]
+                rows = np.concatenate([weight for weight, _ in parts]).view(dtype)
                 w_o_HDM = rows.reshape(layer.num_heads, layer.v_head_size, -1)
-                write_output_projection(self._objects, OutputProjection(layer.layer, w_o_HDM))
+                bias = parts[0][1]
+                bias_M = None if bias is None else bias.view(dtype)
+                projection = OutputProjection(layer.layer, w_o_HDM, bias_M)
+                write_output_projection(self._objects, projection)
 
     def shutdown(self) -> None:
         """End the engine and its processes. Units in flight are lost, never half committed."""

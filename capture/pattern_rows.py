@@ -32,8 +32,8 @@ TILE_BYTES = 8 << 20
 class PatternRecipe:
     """What the pattern of one layer is made of: two taps, and the layer as this rank computes it.
 
-    Heads are numbered as the rank has them, in `semantics` too; `q_heads` and `k_heads` are those in
-    the taps. `row_dtype` is that of the taps, `dtype` is stored.
+    Heads are numbered as the rank has them, in `semantics` too; `q_heads` and `k_heads` are those
+    in the taps. `row_dtype` is that of the taps, `dtype` is stored.
     """
 
     q_tap: int

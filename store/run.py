@@ -109,7 +109,7 @@ class Run(AcrossPrompts):
         self._arrays = UnitArrays(self._reader)
         self._model: RunModel | None = None
         self._prompts: pa.Table | None = None
-        self._projections: dict[int, NDArray[Any]] = {}
+        self._projections: dict[int, weights.OutputProjection] = {}
 
     @property
     def url(self) -> str:
@@ -280,11 +280,24 @@ class Run(AcrossPrompts):
         source = Site.PROJ_IN if Site.PROJ_IN in self.sites else Site.Z
         array = self._prompt_array(prompt, source)
         layers, heads, places = array.select(layer, head, pos, by_place=False)
-        w_o_HDM = self._output_projection(int(layers.labels[0]))
+        w_o_HDM = self._output_projection(int(layers.labels[0])).w_o_HDM
         z_HPD = array.read(layers.indices[:1], heads.indices, places.indices)[0]
         values = weights.contributions(z_HPD, w_o_HDM[heads.labels])
         data = label("contribution", values, (heads, places, "d_model"), self._token_axis(array))
         return data.assign_coords(layer=int(layers.labels[0]))
+
+    def output_bias(self, layer: int) -> xr.DataArray:
+        """Return W_O's bias, dims `d_model`; zeros where the model has none.
+
+        Contributions of all heads and this make up the attention block's output. Raises
+        `SiteNotFound` where the run holds no W_O of the layer.
+        """
+        number = int(select("layer", self.layers, [layer]).labels[0])
+        projection = self._output_projection(number)
+        bias_M = projection.bias_M
+        if bias_M is None:
+            bias_M = np.zeros(projection.w_o_HDM.shape[2], projection.w_o_HDM.dtype)
+        return xr.DataArray(bias_M, {"layer": number}, ("d_model",), name="output_bias")
 
     def explain(
         self,
@@ -383,10 +396,9 @@ class Run(AcrossPrompts):
     def _resolve(self, site: SiteName) -> NamedSite:
         return resolve(site, self.sites or tuple(Site))
 
-    def _output_projection(self, layer: int) -> NDArray[Any]:
+    def _output_projection(self, layer: int) -> weights.OutputProjection:
         if layer not in self._projections:
-            projection = weights.read_output_projection(self._objects, layer)
-            self._projections[layer] = projection.w_o_HDM
+            self._projections[layer] = weights.read_output_projection(self._objects, layer)
         return self._projections[layer]
 
     def _prompt_array(self, prompt: Prompt, site: str) -> PromptArray:

@@ -4,9 +4,10 @@ A head's contribution to the residual stream is its slice of z through its slice
 al. 2021, "A Mathematical Framework for Transformer Circuits"). `model.json` and the data never
 depend on this: a run without it reads the same, only `contribution` refuses.
 
-Each layer is one object `weights/w_o-<layer>.safetensors`, create-only, of one tensor `w_o`
-[num_heads * v_head_size, hidden_size] in the engine's dtype (rows in global head order), with a
-crc32c of its bytes in the header's metadata. Knows no torch and no engine.
+Each layer is one object `weights/w_o-<layer>.safetensors`, create-only: a tensor `w_o`
+[num_heads * v_head_size, hidden_size] in the engine's dtype (rows in global head order), a tensor
+`bias` [hidden_size] after it where the projection has one, and a crc32c of both tensors' bytes in
+the header's metadata. Knows no torch and no engine.
 
 Legend: H heads, D head size of v and z, M hidden size, P positions.
 """
@@ -41,10 +42,14 @@ _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class OutputProjection:
-    """One layer's W_O, [H, D, M]: what head h adds to the residual is z[h] @ w_o_HDM[h]."""
+    """One layer's W_O, [H, D, M]: what head h adds to the residual is z[h] @ w_o_HDM[h].
+
+    The attention block's output is the sum of that over all heads, plus `bias_M` if there is one.
+    """
 
     layer: int
     w_o_HDM: NDArray[Any]  # noqa: N815
+    bias_M: NDArray[Any] | None = None  # noqa: N815
 
 
 def weight_key(layer: int) -> str:
@@ -57,13 +62,15 @@ def write_output_projection(objects: ObjectStore, projection: OutputProjection) 
     heads, size, hidden = projection.w_o_HDM.shape
     values = np.ascontiguousarray(projection.w_o_HDM).reshape(heads * size, hidden)
     data = values.tobytes()
-    header = {
+    header: dict[str, Any] = {
+        "w_o": _entry(values, 0),
+    }
+    if projection.bias_M is not None:
+        bias = np.ascontiguousarray(projection.bias_M, values.dtype).reshape(hidden)
+        header["bias"] = _entry(bias, len(data))
+        data += bias.tobytes()
+    header |= {
         "__metadata__": {"crc32c": hex_crc32c(crc32c(data)), "heads": str(heads)},
-        "w_o": {
-            "dtype": _NAMES[values.dtype],
-            "shape": list(values.shape),
-            "data_offsets": [0, len(data)],
-        },
     }
     text = json.dumps(header, sort_keys=True).encode()
     text += b" " * (-len(text) % 8)
@@ -71,6 +78,14 @@ def write_output_projection(objects: ObjectStore, projection: OutputProjection) 
         objects.create(weight_key(projection.layer), struct.pack("<Q", len(text)) + text + data)
     except ObjectExists:
         return
+
+
+def _entry(values: NDArray[Any], start: int) -> dict[str, Any]:
+    return {
+        "dtype": _NAMES[values.dtype],
+        "shape": list(values.shape),
+        "data_offsets": [start, start + values.nbytes],
+    }
 
 
 def read_output_projection(objects: ObjectStore, layer: int) -> OutputProjection:
@@ -83,10 +98,10 @@ def read_output_projection(objects: ObjectStore, layer: int) -> OutputProjection
             f"the run holds no W_O of layer {layer} ({name}), so contributions cannot be told; "
             "capture with an attnstore that stores it"
         ) from error
-    return OutputProjection(layer, _decode(data, name))
+    return _decode(data, layer, name)
 
 
-def _decode(data: bytes, name: str) -> NDArray[Any]:
+def _decode(data: bytes, layer: int, name: str) -> OutputProjection:
     try:
         (length,) = struct.unpack_from("<Q", data)
         if length > MAX_HEADER_BYTES:
@@ -96,7 +111,16 @@ def _decode(data: bytes, name: str) -> NDArray[Any]:
         entry = header["w_o"]
         dtype, (rows, hidden) = _TYPES[entry["dtype"]], map(int, entry["shape"])
         values = memoryview(data)[8 + length :]
-        if len(values) != rows * hidden * dtype.itemsize or heads < 1 or rows % heads:
+        w_o_bytes, bias_bytes = rows * hidden * dtype.itemsize, 0
+        if "bias" in header:
+            bias_bytes = hidden * dtype.itemsize
+            ends = [w_o_bytes, w_o_bytes + bias_bytes]
+            due = {"dtype": entry["dtype"], "shape": [hidden], "data_offsets": ends}
+            if header["bias"] != due:
+                raise ValueError(f"a bias of {header['bias']} where {due} was due")
+        if unknown := set(header) - {"__metadata__", "w_o", "bias"}:
+            raise ValueError(f"unknown tensors {sorted(unknown)}")
+        if len(values) != w_o_bytes + bias_bytes or heads < 1 or rows % heads:
             raise ValueError(f"{len(values)} bytes for {rows} x {hidden} {entry['dtype']}")
         stated, actual = header["__metadata__"]["crc32c"], hex_crc32c(crc32c(values))
     except (ValueError, KeyError, TypeError, struct.error) as error:
@@ -105,7 +129,9 @@ def _decode(data: bytes, name: str) -> NDArray[Any]:
         raise DamagedObject(
             f"{name}: its crc32c says {stated}, its bytes give {actual}; run `attnstore verify`"
         )
-    return np.frombuffer(values, dtype).reshape(heads, rows // heads, hidden)
+    w_o_HDM = np.frombuffer(values[:w_o_bytes], dtype).reshape(heads, rows // heads, hidden)
+    bias_M = np.frombuffer(values[w_o_bytes:], dtype) if bias_bytes else None
+    return OutputProjection(layer, w_o_HDM, bias_M)
 
 
 def contributions(z_HPD: NDArray[Any], w_o_HDM: NDArray[Any]) -> NDArray[np.float32]:

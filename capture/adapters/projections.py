@@ -83,6 +83,21 @@ def output_projection(modules: Mapping[str, torch.nn.Module], layer: LocalLayer)
     return weight_RM.view(torch.uint8).numpy().copy()
 
 
+def output_bias(modules: Mapping[str, torch.nn.Module], layer: LocalLayer) -> np.ndarray | None:
+    """Return the bias of W_O, [hidden], bits as unsigned; None where there is none.
+
+    vLLM keeps it whole on every rank and adds it on the first.
+    """
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    module = _beside(modules, layer, RowParallelLinear, "output projection", "contributions")
+    if getattr(module, "bias", None) is None:
+        return None
+    weight = next(p for p in module.parameters() if p.is_floating_point())
+    bias_M = module.bias.detach().to(weight.dtype).contiguous().cpu()
+    return bias_M.view(torch.uint8).numpy().copy()
+
+
 def _check_rows(module: Any, layer: LocalLayer) -> int:
     rows = layer.num_heads * layer.v_head_size
     if int(module.input_size_per_partition) != rows:

@@ -19,7 +19,12 @@ from vllm.platforms import current_platform
 
 from capture.adapters.cpu_generator import make_rewindable
 from capture.adapters.nnsight_block import envoy_of
-from capture.adapters.projections import output_projection, watch_output, watch_projection
+from capture.adapters.projections import (
+    output_bias,
+    output_projection,
+    watch_output,
+    watch_projection,
+)
 from capture.adapters.vllm_config import total_query_heads
 from capture.adapters.vllm_runner import StepCaptureRunner
 from capture.assembly import RankReport
@@ -90,11 +95,11 @@ class _CaptureRpc:
     def capture_poll(self) -> list[RankReport]:
         return self._capture.poll()
 
-    def capture_output_projection(self, layer: int) -> np.ndarray:
-        """Return this rank's rows of a layer's W_O, as bytes."""
+    def capture_output_projection(self, layer: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return this rank's rows of a layer's W_O, and its bias if it has one, as bytes."""
         modules = dict(self.model_runner.get_model().named_modules())
         taken = next(one for one in self._capture.taken if one.layer == layer)
-        return output_projection(modules, taken)
+        return output_projection(modules, taken), output_bias(modules, taken)
 
     def capture_timings(self) -> dict[str, float]:
         return dict(self._capture.timings)

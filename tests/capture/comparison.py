@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from store import rebuild
-from tests.capture.hf_reference import LayerReference
+from tests.capture.hf_reference import HFReference, LayerReference
 
 SITES = ("rot_q", "rot_k", "v", "z")
 
@@ -60,6 +60,21 @@ def assert_close(name: str, got_LHXX: np.ndarray, want_LHXX: np.ndarray, toleran
         errors_H = np.abs(got - want).reshape(len(got), -1).max(axis=1) / size
         assert np.all(errors_H < tolerance), f"{name}, layer index {layer}, by head: {errors_H}"
         worst = max(worst, float(errors_H.max()))
+    return worst
+
+
+def assert_block_outputs(run: Any, prompt: str, reference: HFReference) -> float:
+    """Assert that all heads' contributions and W_O's bias are what the attention block gave.
+
+    `reference` has just run the prompt. Returns the largest difference, relative.
+    """
+    assert len(reference.block_outputs) == len(run.layers)
+    worst = 0.0
+    for layer, output_TM in zip(run.layers, reference.block_outputs, strict=True):
+        got_TM = run.contribution(prompt, layer).sum("head") + run.output_bias(layer)
+        error = float(np.abs(got_TM.values - output_TM).max() / np.abs(output_TM).max())
+        assert error < 1e-4, f"the block's output of {prompt}, layer {layer}: {error}"
+        worst = max(worst, error)
     return worst
 
 

@@ -17,6 +17,7 @@ import pytest
 from capture.checkpoints.families import FAMILIES
 from capture.checkpoints.tiny import tiny
 from tests.capture.comparison import (
+    assert_block_outputs,
     assert_close,
     assert_matches_reference,
     assert_stored_patterns,
@@ -67,6 +68,9 @@ def prompts() -> list[list[list[int]]]:
 
 CAPTURE = {
     "afmoe": {"sites": ["rot_q", "rot_k", "v", "z", "proj_in"], "output_weights": True},
+    "gpt2": {"output_weights": True},
+    "opt": {"output_weights": True},
+    "gpt_neox": {"output_weights": True},
     "gemma2": {"pattern": "float32"},
     "gpt_oss": {"pattern": "float32"},
 }
@@ -114,6 +118,8 @@ def check_family(family: str, captured: Captured) -> dict[str, float]:
                 assert_stored_patterns(run, prompt, 1e-6)
             mixed, z = mixed_values(run, prompt)
             errors["pattern @ v"] = assert_close(f"z of {prompt}", mixed, z, TOLERANCE)
+            if "output_weights" in CAPTURE.get(family, {}):
+                errors["W_O"] = assert_block_outputs(run, prompt, reference)
             worst = {site: max(worst.get(site, 0.0), error) for site, error in errors.items()}
     finally:
         reference.close()
@@ -135,17 +141,20 @@ def test_a_family_is_stored_as_transformers_computes_it(family: str, ci_captures
 
 
 def test_contributions_of_gated_heads_go_through_the_gate(ci_captures) -> None:
-    captured = ci_captures["afmoe"]
-    z, taken = (captured.run.read(site, prompt="p0").values for site in ("z", "proj_in"))
+    run = ci_captures["afmoe"].run
+    z, taken = (run.read(site, prompt="p0").values for site in ("z", "proj_in"))
     assert np.abs(z - taken).max() > 0.1 * np.abs(z).max(), "the gate is open: this proves nothing"
-    reference = HFReference(captured.wanted.model)
-    try:
-        reference.layers(captured.wanted.ids(0))
-        for layer, output_TM in enumerate(reference.block_outputs):
-            summed = captured.run.contribution("p0", layer).sum("head")
-            np.testing.assert_allclose(summed, output_TM, atol=1e-4 * np.abs(output_TM).max())
-    finally:
-        reference.close()
+    contribution = run.contribution("p0", 1, head=2)
+    w_o_DM = run._output_projection(1).w_o_HDM[2]
+    np.testing.assert_allclose(contribution, taken[1, 2] @ w_o_DM, atol=1e-5)
+
+
+def test_contributions_and_the_bias_make_up_the_blocks_output(ci_captures) -> None:
+    run = ci_captures["gpt_neox"].run
+    bias_M = run.output_bias(1).values
+    output_TM = run.contribution("p0", 1).sum("head").values
+    assert np.abs(bias_M).max() > 0.01 * np.abs(output_TM).max(), "no bias to speak of"
+    assert not ci_captures["afmoe"].run.output_bias(1).values.any()
 
 
 def test_contributions_of_a_gated_model_need_the_gate(ci_captures) -> None:

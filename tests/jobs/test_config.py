@@ -190,9 +190,23 @@ def test_positions_are_written_as_a_slice(text: str, start: int | None, stop: in
         ({"capture": {"sites": ["z"], "positions": "3"}}, "write all, last, or a slice"),
         ({"capture": {"positions": "last"}}, "every position of rot_k"),
         ({"capture": {"sites": ["z"], "positions": "last"}, "generate": 4}, "keep all positions"),
+        ({"capture": {"pattern": "stored", "positions": "-8:"}}, "keep all positions"),
+        ({"capture": {"pattern": "stored", "sites": ["rot_q", "z"]}}, "add rot_k to sites"),
+        ({"capture": {"pattern": "stored", "pattern_dtype": "int4"}}, "pattern_dtype"),
+        ({"capture": {"sites": ["pattern", "z"]}}, "set capture.pattern to stored"),
     ],
 )
 def test_positions_that_cannot_be_kept_are_refused(extra: dict, message: str) -> None:
     body = {"output": "x", "prompts": {"source": "p"}, "model": "m"}
     with pytest.raises(ConfigError, match=message):
         parse_config({**body, **extra})
+
+
+def test_stored_patterns_reach_the_ranks_with_their_type() -> None:
+    body = {"output": "x", "prompts": {"source": "p"}, "model": "m"}
+    assert parse_config(body).capture_settings().pattern is None
+    stored = parse_config({**body, "capture": {"pattern": "stored"}})
+    assert stored.capture_settings().pattern == "float16"
+    assert {"capture.pattern", "capture.pattern_dtype"} <= set(stored.frozen_fields())
+    small = parse_config({**body, "capture": {"pattern": "stored", "pattern_dtype": "uint8"}})
+    assert small.capture_settings().pattern == "uint8"

@@ -21,10 +21,14 @@ from tests.store.sample_run import SampleShape, write_run
 HIDDEN = 48
 
 
-def projection(dtype: str = "float32", layer: int = 1, seed: int = 0) -> OutputProjection:
-    values = np.random.default_rng(seed).standard_normal((4, 16, HIDDEN))
+def projection(
+    dtype: str = "float32", layer: int = 1, seed: int = 0, *, bias: bool = False
+) -> OutputProjection:
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal((4, 16, HIDDEN))
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
-    return OutputProjection(layer, values.astype(kind))
+    bias_M = rng.standard_normal(HIDDEN).astype(kind) if bias else None
+    return OutputProjection(layer, values.astype(kind), bias_M)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -37,13 +41,48 @@ def test_comes_back_bit_for_bit_and_is_written_once(tmp_path, dtype: str) -> Non
     assert got.dtype == first.w_o_HDM.dtype
     assert got.tobytes() == first.w_o_HDM.tobytes()
     torch = pytest.importorskip("safetensors.torch")
-    held = torch.load_file(tmp_path / weight_key(1))["w_o"]
-    assert tuple(held.shape) == (64, HIDDEN)
+    held = torch.load_file(tmp_path / weight_key(1))
+    assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {"w_o": (64, HIDDEN)}
 
 
-def test_any_flipped_byte_raises(tmp_path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_bias_is_stored_beside_it_and_its_absence_means_none(tmp_path, dtype: str) -> None:
     objects = LocalStore(tmp_path)
-    write_output_projection(objects, projection())
+    first = projection(dtype, bias=True)
+    write_output_projection(objects, first)
+    write_output_projection(objects, projection(dtype, layer=2))
+    got = read_output_projection(objects, 1)
+    assert got.w_o_HDM.tobytes() == first.w_o_HDM.tobytes()
+    assert got.bias_M is not None
+    assert first.bias_M is not None
+    assert got.bias_M.dtype == first.bias_M.dtype
+    assert got.bias_M.tobytes() == first.bias_M.tobytes()
+    assert read_output_projection(objects, 2).bias_M is None
+    torch = pytest.importorskip("safetensors.torch")
+    held = torch.load_file(tmp_path / weight_key(1))
+    assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {
+        "w_o": (64, HIDDEN),
+        "bias": (HIDDEN,),
+    }
+
+
+def test_a_bias_that_is_no_bias_is_refused(tmp_path) -> None:
+    objects = LocalStore(tmp_path)
+    write_output_projection(objects, projection(bias=True))
+    path = tmp_path / weight_key(1)
+    data = path.read_bytes()
+    for old, new in ((b'"bias"', b'"base"'), (b"[48]", b"[47]"), (b'"w_o"', b'"w_q"')):
+        assert old in data
+        objects.put(weight_key(1), [data.replace(old, new)])
+        with pytest.raises(DamagedObject, match="not readable"):
+            read_output_projection(objects, 1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_any_flipped_byte_raises(tmp_path, bias: bool) -> None:
+    objects = LocalStore(tmp_path)
+    stored = projection(bias=bias)
+    write_output_projection(objects, stored)
     path = tmp_path / weight_key(1)
     data = path.read_bytes()
     places = [*range(0, 240, 7), *range(240, len(data), 997)]
@@ -55,7 +94,10 @@ def test_any_flipped_byte_raises(tmp_path) -> None:
             got = read_output_projection(objects, 1)
         except DamagedObject:
             continue
-        assert got.w_o_HDM.tobytes() == projection().w_o_HDM.tobytes(), place
+        assert got.w_o_HDM.tobytes() == stored.w_o_HDM.tobytes(), place
+        assert (got.bias_M is None) == (stored.bias_M is None), place
+        if stored.bias_M is not None and got.bias_M is not None:
+            assert got.bias_M.tobytes() == stored.bias_M.tobytes(), place
     with pytest.raises(SiteNotFound, match="no W_O of layer 2"):
         read_output_projection(objects, 2)
 
@@ -77,6 +119,24 @@ def test_contributions_sum_to_the_attention_output(tmp_path) -> None:
     assert one.dims == ("pos", "d_model")
     assert int(one.layer) == 1
     np.testing.assert_array_equal(one.values, got.sel(head=2, pos=[3, 4]).values)
+    none = run.output_bias(1)
+    assert none.dims == ("d_model",)
+    assert none.shape == (HIDDEN,)
+    assert not none.values.any()
+    with pytest.raises(SiteNotFound, match="layer"):
+        run.output_bias(99)
+
+
+def test_a_runs_bias_is_that_of_the_layer(tmp_path) -> None:
+    objects = LocalStore(tmp_path)
+    write_run(objects, SampleShape(), [[5]])
+    run = open_run(str(tmp_path))
+    with pytest.raises(SiteNotFound, match="no W_O of layer 1"):
+        run.output_bias(1)
+    w_o = projection(bias=True)
+    write_output_projection(objects, w_o)
+    assert int(run.output_bias(-1).layer) == 1
+    np.testing.assert_array_equal(run.output_bias(1).values, w_o.bias_M)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
