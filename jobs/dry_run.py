@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from jobs.config import RunConfig
+from jobs.config import PatternMode, RunConfig
 from jobs.errors import QuotaExceeded
 from jobs.estimate import Estimate, Rates, estimate
 from jobs.model_identity import attention_shape, check_heads
@@ -24,6 +24,7 @@ from jobs.unit_size import with_unit_tokens
 from store.byte_count import human_bytes
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
+from store.packed_pattern import entry_starts
 from store.plan import read_prompt_file
 
 
@@ -40,10 +41,13 @@ def preview(config: RunConfig, rates: Rates) -> Estimate:
     packer, stored = UnitPacker(unit_tokens), StoredRows(config)
     lengths: list[int] = []
     units: list[int] = []
+    entries: list[int] = []
     prompts = unusable = tokens = 0
 
     def close() -> None:
-        units.append(int(stored.of_prompts(np.array(lengths, np.int64)).sum()))
+        rows = stored.of_prompts(np.array(lengths, np.int64))
+        units.append(int(rows.sum()))
+        entries.append(int(entry_starts(rows)[-1]))
         lengths.clear()
 
     for prompt in make_prompter(config).prompts(PromptSource(config.prompts).records()):
@@ -60,6 +64,7 @@ def preview(config: RunConfig, rates: Rates) -> Estimate:
         config,
         shape,
         units,
+        unit_entries=entries,
         tokens=None if config.generate.tokens else tokens,
         prompts=prompts,
         unusable=unusable,
@@ -77,8 +82,10 @@ def estimate_missing(
     table = read_unit_table(objects, run.segments)
     missing = ~committed_mask(objects, run.num_units)
     stored = StoredRows(config)
-    rows = table.num_tokens if stored.all_tokens else _unit_rows(objects, run, table, stored)
-    return _estimate(config, table, rows, missing, rates)
+    if stored.all_tokens:
+        return _estimate(config, table, table.num_tokens, missing, rates)
+    rows, entries = _unit_rows(objects, run, table, stored)
+    return _estimate(config, table, rows, missing, rates, entries)
 
 
 def check_quota(objects: ObjectStore, config: RunConfig, run: PreparedRun) -> None:
@@ -90,8 +97,9 @@ def check_quota(objects: ObjectStore, config: RunConfig, run: PreparedRun) -> No
     missing = ~committed_mask(objects, run.num_units)
     most = stored.of_units(table.num_tokens, table.num_prompts)
     expected = _estimate(config, table, most, missing, Rates()).stored_bytes
-    if held + expected > config.max_bytes and not stored.all_tokens:
-        # Only the most it can be, so far; the exact count reads every prompt of the plan.
+    patterns = config.capture.pattern is PatternMode.STORED
+    if patterns or (held + expected > config.max_bytes and not stored.all_tokens):
+        # So far the most that rows can take; the exact count reads every prompt of the plan.
         expected = estimate_missing(objects, config, run, Rates()).stored_bytes
     if held + expected > config.max_bytes:
         raise QuotaExceeded(
@@ -102,12 +110,18 @@ def check_quota(objects: ObjectStore, config: RunConfig, run: PreparedRun) -> No
 
 
 def _estimate(
-    config: RunConfig, table: UnitTable, rows: Counts, missing: NDArray[np.bool_], rates: Rates
+    config: RunConfig,
+    table: UnitTable,
+    rows: Counts,
+    missing: NDArray[np.bool_],
+    rates: Rates,
+    entries: Counts | None = None,
 ) -> Estimate:
     return estimate(
         config,
         attention_shape(config.model),
         rows[missing],
+        unit_entries=() if entries is None else entries[missing].tolist(),
         tokens=None if config.generate.tokens else int(table.num_tokens[missing].sum()),
         prompts=int(table.num_prompts[missing].sum()),
         unusable=0,
@@ -117,9 +131,9 @@ def _estimate(
 
 def _unit_rows(
     objects: ObjectStore, run: PreparedRun, table: UnitTable, stored: StoredRows
-) -> Counts:
-    """Each unit's rows, from the lengths of its prompts."""
-    units = np.zeros(len(table), np.int64)
+) -> tuple[Counts, Counts]:
+    """Each unit's rows and the entries of its packed patterns, from the lengths of its prompts."""
+    units, entries = np.zeros(len(table), np.int64), np.zeros(len(table), np.int64)
     for manifest in run.segments:
         number = manifest.first_prompt
         for place in range(len(manifest.prompts)):
@@ -128,6 +142,8 @@ def _unit_rows(
             lengths[~prompts["plan_reason"].is_null().to_numpy()] = 0
             numbers = number + np.arange(len(lengths))
             unit = np.searchsorted(table.first_prompt, numbers, side="right") - 1
-            np.add.at(units, unit, stored.of_prompts(lengths))
+            rows = stored.of_prompts(lengths)
+            np.add.at(units, unit, rows)
+            np.add.at(entries, unit, rows * (rows + 1) // 2)
             number += len(lengths)
-    return units
+    return units, entries

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from capture.heads import select_heads
-from jobs.config import RunConfig
+from jobs.config import PatternMode, RunConfig
 from jobs.model_identity import AttentionShape
 from store.codec import Codec
 from store.geometry import ArrayGeometry
+from store.packed_pattern import plan_pattern
 from store.run_format import Site
 
 EXPECTED_RATIO = {Codec.RAW: 1.0, Codec.FAST: 1.2, Codec.SMALL: 1.35}
@@ -90,6 +91,7 @@ def estimate(
     shape: AttentionShape,
     unit_rows: Iterable[int],
     *,
+    unit_entries: Iterable[int] = (),
     tokens: int | None = None,
     prompts: int,
     unusable: int,
@@ -97,6 +99,7 @@ def estimate(
 ) -> Estimate:
     """Return what units of so many stored rows (generated ones included) will take.
 
+    `unit_entries` are those of the units' packed patterns, where they are stored (`stored_rows`).
     `tokens` is how many the engines compute for them, where it is not the rows alone.
     """
     sizes, counts = np.unique(np.fromiter(unit_rows, dtype=np.int64), return_counts=True)
@@ -113,6 +116,13 @@ def estimate(
             shards = [cut.raw_shard_bytes(place) for place in range(cut.num_token_shards)]
             site_bytes[str(site)] += count * sum(shards) * layers * cut.num_head_shards
             objects += count * (len(shards) * layers * cut.num_head_shards + 1)
+    if config.capture.pattern is PatternMode.STORED:
+        site_bytes[Site.PATTERN.value] = 0
+        for entries in unit_entries:
+            cut = _pattern_geometry(config, shape, layers, int(entries))
+            shards = [cut.raw_shard_bytes(place) for place in range(cut.num_token_shards)]
+            site_bytes[Site.PATTERN.value] += sum(shards) * layers * cut.num_head_shards
+            objects += (len(shards) * layers * cut.num_head_shards + 1) if entries else 0
     rows = int((sizes * counts).sum())
     total = rows if tokens is None else tokens
     stored = int(sum(site_bytes.values()) / EXPECTED_RATIO[config.capture.codec])
@@ -171,6 +181,19 @@ def held_heads(config: RunConfig, shape: AttentionShape, site: Site) -> tuple[in
     held = select_heads(config.capture.heads, shape.heads, shape.kv_heads, ranks, head_bytes)[0]
     each = len(held.kv if site.is_kv else held.query)
     return each * (heads // local), each
+
+
+def _pattern_geometry(
+    config: RunConfig, shape: AttentionShape, layers: int, entries: int
+) -> ArrayGeometry:
+    held, each = held_heads(config, shape, Site.PATTERN)
+    return plan_pattern(
+        num_layers=layers,
+        entries=entries,
+        num_heads=held,
+        shard_heads=each,
+        dtype=config.capture.pattern_dtype,
+    )
 
 
 def _time(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from capture.rows import ALL_POSITIONS, Positions
-from jobs.config import RunConfig
+from jobs.config import PatternMode, RunConfig
 from jobs.model_identity import max_model_len
 
 Counts = NDArray[np.int64]
@@ -22,12 +22,16 @@ class StoredRows:
     def __init__(self, config: RunConfig) -> None:
         self._positions: Positions = config.capture.kept_positions()
         self._generated = config.generate.tokens
+        self._patterns = config.capture.pattern is PatternMode.STORED
         self._longest = max_model_len(config.model) if self._generated else 0
 
     @property
     def all_tokens(self) -> bool:
-        """Whether rows are just tokens, so that a unit's own count says it all."""
-        return self._positions == ALL_POSITIONS and not self._generated
+        """Whether rows are just tokens, so that a unit's own count says it all.
+
+        It does not where patterns are stored: they grow with the square of each prompt.
+        """
+        return self._positions == ALL_POSITIONS and not self._generated and not self._patterns
 
     def of_prompts(self, num_tokens: Counts) -> Counts:
         """Return each prompt's rows; 0 tokens stand for a prompt that does not run."""

@@ -83,10 +83,21 @@ def smollm2_1(smollm2_on_1) -> Captured:
 
 
 @pytest.fixture(scope="session")
-def smollm2_3(tmp_path_factory, smollm2_dir, smollm2_units) -> Captured:
-    """The same on three ranks: three of nine heads each, one of three kv heads."""
-    folder = tmp_path_factory.mktemp("smollm2-3") / "run"
-    return capture_live([_smollm2(folder, smollm2_dir, smollm2_units, 3)])[0]
+def smollm2_on_3(tmp_path_factory, smollm2_dir, smollm2_units) -> list[Captured]:
+    """The same on three ranks."""
+    folder = tmp_path_factory.mktemp("smollm2-3")
+    return capture_live(
+        [
+            _smollm2(folder / "run", smollm2_dir, smollm2_units, 3),
+            _going_on(folder / "generated", smollm2_dir, smollm2_units[0][:2], 3),
+        ]
+    )
+
+
+@pytest.fixture(scope="session")
+def smollm2_3(smollm2_on_3) -> Captured:
+    """SmolLM2 on three ranks: three of nine heads each, one of three kv heads."""
+    return smollm2_on_3[0]
 
 
 @pytest.fixture(scope="session")

@@ -19,14 +19,12 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | r
 CHOSEN = {"prompt": "p0", "layer": 1, "head": 2}
 
 
-def run_page(captured: Captured, generated: Captured | None) -> dict[str, Any]:
-    """Run the page's blocks; without a generated run, all but those that need one."""
+def run_page(captured: Captured, generated: Captured) -> dict[str, Any]:
+    """Run the page's blocks, top to bottom, and return what they leave."""
     names: dict[str, Any] = {"RUN": captured.wanted.out, **CHOSEN}
-    if generated is not None:
-        names["GENERATED_RUN"] = generated.wanted.out
+    names["GENERATED_RUN"] = generated.wanted.out
     for block in BLOCKS:
-        if generated is not None or "GENERATED_RUN" not in block:
-            exec(compile(block, PAGE.name, "exec"), names)
+        exec(compile(block, PAGE.name, "exec"), names)
     return names
 
 
@@ -43,11 +41,13 @@ def test_the_page_computes_what_the_model_does(model: str, ranks: str, request) 
     fixture = several[model] if ranks == "several" else f"{model}_1"
     captured = request.getfixturevalue(fixture)
     captured = captured["plain"] if isinstance(captured, dict) else captured
-    generated = {
-        ("smollm2", "one"): lambda: request.getfixturevalue("smollm2_on_1")[1],
-        ("tiny_qwen3", "one"): lambda: request.getfixturevalue("tiny_generated")["greedy"],
-        ("tiny_qwen3", "several"): lambda: request.getfixturevalue("tiny_qwen3_on_2")[1],
-    }.get((model, ranks), lambda: None)()
+    fixture, key = {
+        ("smollm2", "one"): ("smollm2_on_1", 1),
+        ("smollm2", "several"): ("smollm2_on_3", 1),
+        ("tiny_qwen3", "one"): ("tiny_generated", "greedy"),
+        ("tiny_qwen3", "several"): ("tiny_qwen3_on_2", 1),
+    }[model, ranks]
+    generated = request.getfixturevalue(fixture)[key]
     reference: HFReference = request.getfixturevalue(f"{model}_reference")
     names = run_page(captured, generated)
 
@@ -68,8 +68,7 @@ def test_the_page_computes_what_the_model_does(model: str, ranks: str, request) 
     slice_MD = weights.o_proj.weight.detach().numpy()[:, head * size : (head + 1) * size]
     assert_near(names["contribution"], layer.z_HTD[head] @ slice_MD.T)
     assert_near(names["patterns"], np.stack([layers[0].pattern_HTT, layers[2].pattern_HTT]))
-    if generated is not None:
-        assert_generation(names, reference)
+    assert_generation(names, reference)
 
 
 def assert_generation(names: dict[str, Any], reference: HFReference) -> None:

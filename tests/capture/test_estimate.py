@@ -9,6 +9,7 @@ from jobs.config_file import parse_config
 from jobs.estimate import Estimate, Rates, estimate
 from jobs.model_identity import attention_shape
 from jobs.stored_rows import StoredRows
+from store.packed_pattern import entry_starts
 from tests.capture.live_capture import Captured
 
 
@@ -18,6 +19,8 @@ def promised(captured: Captured) -> Estimate:
     capture, engine = dict(wanted.capture), dict(wanted.engine)
     generation = capture.pop("generation", None) or {}
     positions = capture.pop("positions", None)
+    if (dtype := capture.pop("pattern", None)) is not None:
+        capture |= {"pattern": "stored", "pattern_dtype": dtype}
     if positions is not None:
         start, stop = ("" if edge is None else edge for edge in positions.values())
         capture["positions"] = f"{start}:{stop}"
@@ -30,14 +33,18 @@ def promised(captured: Captured) -> Estimate:
     body = {"output": "nowhere", "prompts": {"source": "none"}, "model": model}
     ranks = {"tensor_parallel_size": engine.get("tensor_parallel_size", 1)}
     config = parse_config({**body, "capture": capture, "generate": generate, "engine": ranks})
-    number, units, rows = 0, [], StoredRows(config)
+    number, units, entries, rows = 0, [], [], StoredRows(config)
     for prompts in wanted.units:
         left_out = [str(number + place) in wanted.reasons for place in range(len(prompts))]
         lengths = [0 if out else len(ids) for out, ids in zip(left_out, prompts, strict=True)]
-        units.append(int(rows.of_prompts(np.array(lengths)).sum()))
+        kept = rows.of_prompts(np.array(lengths))
+        units.append(int(kept.sum()))
+        entries.append(int(entry_starts(kept)[-1]))
         number += len(prompts)
     shape = attention_shape(config.model)
-    return estimate(config, shape, units, prompts=number, unusable=0, rates=Rates())
+    return estimate(
+        config, shape, units, unit_entries=entries, prompts=number, unusable=0, rates=Rates()
+    )
 
 
 def stored(captured: Captured) -> tuple[dict[str, int], int]:

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from capture.rows import UnitLayout
-from jobs.config import RunConfig
+from jobs.config import PatternMode, RunConfig
 from jobs.dry_run import check_quota, preview
 from jobs.errors import QuotaExceeded
 from jobs.estimate import Rates
+from jobs.model_identity import attention_shape
 from jobs.prepare import create_run
 from jobs.stored_rows import StoredRows
 from store.objects.open import open_store
@@ -41,6 +42,29 @@ def test_selected_positions_alone_are_counted(
     after = preview(config, Rates(tokens_per_second=1.0))
     for name in ("tokens", "rows", "units", "site_bytes", "objects", "hours", "upper_bound"):
         assert getattr(after, name) == getattr(before, name), name
+
+
+def test_stored_patterns_are_counted_prompt_by_prompt(
+    make_config: Configs, write_prompts: Prompts
+) -> None:
+    capture = {"pattern": "stored", "pattern_dtype": "uint8", "layers": [0], "unit_tokens": 16}
+    config = make_config(write_prompts(TEXTS), capture=capture)
+    before = preview(config, Rates())
+    run = create_run(open_store(config.output), config)
+    after = preview(config, Rates())
+    assert (after.site_bytes, after.objects) == (before.site_bytes, before.objects)
+    heads = attention_shape(config.model).heads
+    least = heads * sum(length * (length + 1) // 2 for length in LENGTHS)
+    assert before.site_bytes["pattern"] >= least
+    derived = config.model_copy(
+        update={"capture": config.capture.model_copy(update={"pattern": PatternMode.DERIVED})}
+    )
+    without = preview(derived.model_copy(update={"output": f"{config.output}-2"}), Rates())
+    assert before.raw_bytes - before.site_bytes["pattern"] == without.raw_bytes
+    objects = open_store(config.output)
+    check_quota(objects, config.model_copy(update={"max_bytes": before.stored_bytes}), run)
+    with pytest.raises(QuotaExceeded):
+        check_quota(objects, config.model_copy(update={"max_bytes": before.stored_bytes - 1}), run)
 
 
 def test_a_quota_counts_what_is_kept(make_config: Configs, write_prompts: Prompts) -> None:
