@@ -63,7 +63,7 @@ def assert_close(name: str, got_LHXX: np.ndarray, want_LHXX: np.ndarray, toleran
     return worst
 
 
-def assert_block_outputs(run: Any, prompt: str, reference: HFReference) -> float:
+def assert_block_outputs(run: Any, prompt: str, reference: HFReference, tolerance: float) -> float:
     """Assert that all heads' contributions and W_O's bias are what the attention block gave.
 
     `reference` has just run the prompt. Returns the largest difference, relative.
@@ -73,7 +73,7 @@ def assert_block_outputs(run: Any, prompt: str, reference: HFReference) -> float
     for layer, output_TM in zip(run.layers, reference.block_outputs, strict=True):
         got_TM = run.contribution(prompt, layer).sum("head") + run.output_bias(layer)
         error = float(np.abs(got_TM.values - output_TM).max() / np.abs(output_TM).max())
-        assert error < 1e-4, f"the block's output of {prompt}, layer {layer}: {error}"
+        assert error < tolerance, f"the block's output of {prompt}, layer {layer}: {error}"
         worst = max(worst, error)
     return worst
 

