@@ -93,7 +93,7 @@ def test_a_head_that_is_not_held_is_refused_with_those_that_are(captured) -> Non
 def test_contributions_take_the_held_heads_own_part_of_the_output(captured, held) -> None:
     run = captured.run
     z_HPD = run.read("z", prompt="p0", layer=2, dtype=np.float32).values
-    w_o_HDM = run._output_projection(2).astype(np.float32)
+    w_o_HDM = run._output_projection(2).w_o_HDM.astype(np.float32)
     assert len(w_o_HDM) == 16
     want = np.einsum("hpd,hdm->hpm", z_HPD, w_o_HDM[held[0]])
     assert np.allclose(run.contribution("p0", 2).values, want, rtol=1e-4, atol=1e-5)
