@@ -13,7 +13,8 @@ from jobs.config_file import parse_config
 from jobs.estimate import Rates, estimate
 from jobs.model_identity import attention_shape
 from store.errors import SiteNotFound
-from tests.capture.comparison import assert_close
+from store.packed_pattern import entry_starts
+from tests.capture.comparison import assert_close, assert_stored_patterns
 from tests.capture.conftest import EVERYTHING, SMALL_STEPS
 from tests.capture.hf_reference import HFReference
 from tests.capture.live_capture import Captured, LiveCapture, capture_live
@@ -49,6 +50,8 @@ def captured(request, tmp_path_factory, model, tiny_units) -> Captured:
     ranks = request.param
     engine = {**SMALL_STEPS, "tensor_parallel_size": ranks}
     capture = {**EVERYTHING, "heads": WANTED, "layers": [0, 2]}
+    if ranks == 2:
+        capture["pattern"] = "float32"
     folder = str(tmp_path_factory.mktemp(f"heads-{ranks}") / "run")
     return capture_live(
         [LiveCapture(folder, str(model), tiny_units, engine, capture, self_check=ranks == 1)]
@@ -76,6 +79,8 @@ def test_the_held_heads_are_stored_under_their_numbers(captured, held, reference
                 assert_close(f"{site} of {prompt}", read.values, want, 1e-3)
         want = np.stack([layers[layer].site("pattern")[held[0]] for layer in (0, 2)])
         assert_close(f"pattern of {prompt}", run.pattern(prompt).values, want, 1e-3)
+        if "pattern" in captured.wanted.capture:
+            assert_stored_patterns(run, prompt, 1e-6)
         one = run.pattern(prompt, layer=2, head=12).values
         assert np.allclose(one, run.pattern(prompt).sel(layer=2, head=12).values, atol=1e-6)
 
@@ -110,20 +115,28 @@ def test_other_libraries_find_the_heads_in_the_arrays_attributes(captured, held)
 def test_every_rank_writes_equally_many_and_a_dry_run_knows_the_bytes(captured, model) -> None:
     ranks = captured.wanted.engine["tensor_parallel_size"]
     sites = captured.wanted.capture["sites"]
+    stored_pattern = {"pattern": "stored", "pattern_dtype": "float32"} if ranks == 2 else {}
     config = parse_config(
         {
             "output": "unused",
             "prompts": {"source": "unused"},
             "model": {"path": str(model), "dtype": "float32"},
-            "capture": {"heads": WANTED, "layers": [0, 2], "sites": sites},
+            "capture": {"heads": WANTED, "layers": [0, 2], "sites": sites, **stored_pattern},
             "engine": {"tensor_parallel_size": ranks},
         }
     )
     tokens = [sum(map(len, unit)) for unit in captured.wanted.units]
+    rows = [np.array([len(ids) for ids in unit]) for unit in captured.wanted.units]
     expected = estimate(
-        config, attention_shape(config.model), tokens, prompts=0, unusable=0, rates=Rates()
+        config,
+        attention_shape(config.model),
+        tokens,
+        unit_entries=[int(entry_starts(lengths)[-1]) for lengths in rows],
+        prompts=0,
+        unusable=0,
+        rates=Rates(),
     )
-    stored = dict.fromkeys(sites, 0)
+    stored = dict.fromkeys([*sites, *(["pattern"] if stored_pattern else [])], 0)
     for unit in range(len(tokens)):
         commit = captured.run._index.commit(unit)
         assert {len(rank.heads["z"]) for rank in commit.ranks} == {6 if ranks == 1 else 4}
