@@ -21,7 +21,7 @@ from store.errors import PromptNotStored, SiteNotFound
 from store.head_scores import Scorer, attention_to_tokens, scorer
 from store.objects.protocol import ObjectStore
 from store.prompt_blocks import BlockReader, Chosen, choose
-from store.run_format import LayerSemantics
+from store.run_format import LayerSemantics, Site
 from store.run_index import Prompt, RunIndex
 from store.selection import Choice
 from store.site_names import REBUILT, NamedSite, SiteName
@@ -45,6 +45,9 @@ class AcrossPrompts:
 
         @property
         def model(self) -> RunModel: ...
+
+        @property
+        def sites(self) -> tuple[str, ...]: ...
 
         @property
         def prompts(self) -> pa.Table: ...
@@ -79,7 +82,7 @@ class AcrossPrompts:
         that are named must be stored; None takes all that are, and `.missing` counts the others.
         """
         order = BatchOrder(size, by, shuffle, buffer_bytes, worker, drop_last)
-        readers = [self._block_reader(site, layers, heads) for site in sites]
+        readers = [self._row_reader(site, layers, heads) for site in sites]
         chosen = self._choose(readers, prompts, pos, buffer_bytes // 8)
         kept = None if dtype is None else np.dtype(dtype)
         return Batches(chosen, readers, order, position=position, dtype=kept)
@@ -131,7 +134,7 @@ class AcrossPrompts:
         pos: Choice = None,
     ) -> xr.Dataset:
         """Return `mean` and `std` of a site over all rows, dims (layer, head|kv_head, d_head)."""
-        reader = self._block_reader(site, layers, heads)
+        reader = self._row_reader(site, layers, heads)
         chosen = self._choose([reader], prompts, pos, reductions.BLOCK_BYTES)
         return reductions.moments(chosen, reader)
 
@@ -151,7 +154,7 @@ class AcrossPrompts:
         Columns: prompt_id, pos, token, layer, head, value; descending, over all picked layers and
         heads together.
         """
-        reader = self._block_reader(site, layers, heads)
+        reader = self._row_reader(site, layers, heads)
         chosen = self._choose([reader], prompts, pos, reductions.BLOCK_BYTES)
         found = reductions.top_rows(chosen, reader, k, direction)
         rows = [self.tokens(row) for _, row, _, _, _ in found]
@@ -233,27 +236,45 @@ class AcrossPrompts:
         per_prompt: bool,
     ) -> xr.DataArray | pa.Table:
         self._resolve("pattern")
-        rot_q = self._block_reader("rot_q", layers, heads)
-        rot_k = self._block_reader("rot_k", layers, None)
-        chosen = self._choose([rot_q, rot_k], prompts, None, reductions.BLOCK_BYTES)
+        is_rebuilt = {Site.ROT_Q, Site.ROT_K} <= set(self.sites)
+        first = self._block_reader(Site.ROT_Q if is_rebuilt else Site.PATTERN, layers, heads)
+        rot_k = self._block_reader(Site.ROT_K, layers, None) if is_rebuilt else None
+        read_together = [first, rot_k] if rot_k is not None else []
+        chosen = self._choose(read_together, prompts, None, reductions.BLOCK_BYTES)
         if not chosen.blocks:
             raise PromptNotStored("no stored prompt matches: there is nothing to score")
         picked_layers, picked_heads = (
-            axis.labels.tolist() for axis in rot_q.axes(chosen.blocks[0])
+            axis.labels.tolist() for axis in first.axes(chosen.blocks[0])
         )
-        semantics: Mapping[int, LayerSemantics] = self.model.layers
-        stream = reductions.prompt_scores(
-            chosen, rot_q, rot_k, semantics, lambda row: self._index.tokens(row)[0], score
-        )
+
+        def token_ids(row: int) -> NDArray[np.int32]:
+            return self._index.tokens(row)[0]
+
+        if rot_k is not None:
+            semantics: Mapping[int, LayerSemantics] = self.model.layers
+            stream = reductions.prompt_scores(chosen, first, rot_k, semantics, token_ids, score)
+        else:
+            stream = reductions.stored_pattern_scores(
+                chosen,
+                lambda row: self._arrays.of(self._index.stored(row), Site.PATTERN),
+                layers,
+                heads,
+                token_ids,
+                score,
+            )
         if per_prompt:
             ids = self._index.table()["prompt_id"]
             return reductions.score_table(stream, picked_layers, picked_heads, ids)
         return reductions.mean_head_scores(stream, picked_layers, picked_heads, name)
 
-    def _block_reader(self, site: SiteName, layers: Choice, heads: Choice) -> BlockReader:
+    def _row_reader(self, site: SiteName, layers: Choice, heads: Choice) -> BlockReader:
         named = self._resolve(site)
         if named.site in REBUILT:
             raise SiteNotFound(f"{named.site} is not streamed in batches; stream rot_q and rot_k")
+        return self._block_reader(site, layers, heads)
+
+    def _block_reader(self, site: SiteName, layers: Choice, heads: Choice) -> BlockReader:
+        named = self._resolve(site)
         chosen = layers if named.layer is None else [named.layer]
         return BlockReader(self._index, self._arrays, named.site, chosen, heads)
 

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import xarray as xr
 
 from store import keys
 from store.errors import RunError
 from store.objects.open import open_store
 from store.run import Run, open_run
 from store.run_index import Prompt
+from store.selection import describe
 
 MAX_RUNS = 10_000
 
@@ -110,11 +112,7 @@ def diff(
                 run.read(site, prompt=prompt, layer=layers, dtype="float32")
                 for run in (first, second)
             )
-            if a.shape != b.shape:
-                raise RunError(
-                    f"{site} of {prompt!r} is {dict(a.sizes)} in {first.url} and "
-                    f"{dict(b.sizes)} in {second.url}"
-                )
+            _check_labels(a, b, f"{site} of {prompt!r}", first, second)
             gap = np.abs(a.values - b.values)
             axes = tuple(range(1, gap.ndim))
             np.maximum(most, gap.max(axis=axes, initial=0), out=most)
@@ -149,6 +147,19 @@ def _stored(run: Run) -> list[str]:
 
 def _id(run: Run, prompt: Prompt) -> str:
     return run.tokens(prompt).prompt
+
+
+def _check_labels(a: xr.DataArray, b: xr.DataArray, what: str, first: Run, second: Run) -> None:
+    if a.dims != b.dims or a.shape[-1] != b.shape[-1]:
+        raise RunError(
+            f"{what} is {dict(a.sizes)} in {first.url} and {dict(b.sizes)} in {second.url}"
+        )
+    for dim in a.coords.keys() & set(a.dims):
+        if not np.array_equal(a[dim], b[dim]):
+            raise RunError(
+                f"{what} has {dim} {describe(a[dim].values)} in {first.url} and "
+                f"{describe(b[dim].values)} in {second.url}: take what both hold"
+            )
 
 
 def _check_tokens(first: Run, second: Run, prompt: str) -> None:

@@ -23,10 +23,16 @@ from store.attention import HeadRows
 from store.head_scores import Scorer, Tile
 from store.prompt_blocks import Block, BlockReader, Chosen, split_rows
 from store.run_format import LayerSemantics
+from store.selection import AxisSelection, Choice, select
+from store.stored_pattern import read_pattern
+from store.unit_arrays import PromptArray
 
 Indices = NDArray[np.int64]
 Float64 = NDArray[np.float64]
+Float32 = NDArray[np.float32]
 TokenIds = Callable[[int], NDArray[np.int32]]
+PatternRows = Callable[[slice, int], Float32]
+"""(which queries, how many keys) -> one layer's pattern [N, Q, K]."""
 
 BLOCK_BYTES = 64 << 20
 TILE_BYTES = 32 << 20
@@ -63,33 +69,81 @@ def prompt_scores(
                 for prompt, rows in split_rows(block):
                     q = HeadRows(q_LNRD[place, :, rows], heads.labels.tolist(), prompt.positions)
                     k = HeadRows(k_LGRD[place, :, rows], kv_heads.labels.tolist(), prompt.positions)
-                    total, queries = _score(layer_semantics, q, k, token_ids(prompt.row), score)
+                    total, queries = _score(
+                        _rebuilt(layer_semantics, q, k),
+                        q.positions,
+                        len(q.heads),
+                        token_ids(prompt.row),
+                        score,
+                    )
                     sums[prompt.row][layer] = total
                     counts[prompt.row] = queries
         for row, total in sums.items():
             yield PromptScore(row, total, counts[row])
 
 
+def stored_pattern_scores(
+    chosen: Chosen,
+    array_of: Callable[[int], PromptArray],
+    layers: Choice,
+    heads: Choice,
+    token_ids: TokenIds,
+    score: Scorer,
+) -> Iterator[PromptScore]:
+    """Yield what `prompt_scores` does, from patterns that are stored: `array_of` a prompt's row."""
+    for row in (prompt.row for block in chosen.blocks for prompt in block.prompts()):
+        array = array_of(row)
+        picked_layers, picked_heads, _ = array.select(layers, heads, None, by_place=False)
+        total = np.zeros((len(picked_layers), len(picked_heads)))
+        queries = 0
+        for place in range(len(picked_layers)):
+            rows_of = _stored(array, picked_layers.part(slice(place, place + 1)), picked_heads)
+            total[place], queries = _score(
+                rows_of, array.positions, len(picked_heads), token_ids(row), score
+            )
+        yield PromptScore(row, total, queries)
+
+
+def _stored(array: PromptArray, layer: AxisSelection, heads: AxisSelection) -> PatternRows:
+    """Return what reads the pattern of some of one layer's queries over its first keys."""
+
+    def pattern(rows: slice, last: int) -> Float32:
+        queries = select("query_pos", array.positions, rows, by_place=True)
+        keys = select("key_pos", array.positions, slice(0, last))
+        pattern_NQK: Float32 = read_pattern(array, (layer, heads, queries, keys))[0]
+        return pattern_NQK
+
+    return pattern
+
+
+def _rebuilt(semantics: LayerSemantics, rot_q: HeadRows, rot_k: HeadRows) -> PatternRows:
+    """Return what rebuilds the pattern of some of one layer's queries over its first keys."""
+
+    def pattern(rows: slice, last: int) -> Float32:
+        keys = HeadRows(rot_k.values[:, :last], rot_k.heads, rot_k.positions[:last])
+        queries = HeadRows(rot_q.values[:, rows], rot_q.heads, rot_q.positions[rows])
+        return attention.pattern(semantics, queries, keys)
+
+    return pattern
+
+
 def _score(
-    semantics: LayerSemantics,
-    rot_q: HeadRows,
-    rot_k: HeadRows,
+    pattern: PatternRows,
+    positions: Indices,
+    num_heads: int,
     ids: NDArray[np.int32],
     score: Scorer,
 ) -> tuple[Float64, int]:
     """Return one layer's [N] score sums over a prompt's queries, and how many counted."""
-    tokens = len(rot_k.positions)
-    tile_rows = max(1, TILE_BYTES // (4 * max(1, tokens) * max(1, len(rot_q.heads))))
-    total = np.zeros(len(rot_q.heads))
+    tile_rows = max(1, TILE_BYTES // (4 * max(1, len(positions)) * max(1, num_heads)))
+    total = np.zeros(num_heads)
     counted = 0
-    for start in range(0, len(rot_q.positions), tile_rows):
-        rows = slice(start, start + tile_rows)
+    for start in range(0, len(positions), tile_rows):
+        queries = positions[start : start + tile_rows]
         # Keys after the tile's last query are masked anyway; leaving them out halves the work.
-        last = int(rot_q.positions[rows].max()) + 1
-        keys = HeadRows(rot_k.values[:, :last], rot_k.heads, rot_k.positions[:last])
-        queries = HeadRows(rot_q.values[:, rows], rot_q.heads, rot_q.positions[rows])
-        pattern_NQK = attention.pattern(semantics, queries, keys)
-        scores, counts = score(Tile(pattern_NQK, queries.positions, ids[:last]))
+        last = int(queries.max()) + 1
+        pattern_NQK = pattern(slice(start, start + len(queries)), last)
+        scores, counts = score(Tile(pattern_NQK, queries, ids[:last]))
         total += scores[:, counts].sum(axis=1, dtype=np.float64)
         counted += int(counts.sum())
     return total, counted

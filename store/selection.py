@@ -35,6 +35,10 @@ class AxisSelection:
     def __len__(self) -> int:
         return len(self.indices)
 
+    def part(self, which: slice) -> AxisSelection:
+        """Return a stretch of the picked places."""
+        return AxisSelection(self.name, self.indices[which], self.labels[which], scalar=False)
+
 
 def select(
     name: str, labels: Sequence[int] | Indices, choice: Choice, *, by_place: bool = False

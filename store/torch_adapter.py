@@ -63,7 +63,8 @@ class AttentionRows(IterableDataset[dict[str, Any]]):
     Takes the arguments of `Run.batches`. Each DataLoader worker opens the run itself and gets its
     own part of the prompts; start workers with `multiprocessing_context="spawn"`. An item is a dict
     of tensors: one per site [rows, layer, head, d_head], `prompt` and `pos` [rows], and `position`,
-    the place to resume from (with no or one worker).
+    the place of this worker's part to resume from, with `worker`, its number. To resume, give the
+    last position of each worker as `positions` and start as many workers again.
     """
 
     def __init__(
@@ -72,30 +73,39 @@ class AttentionRows(IterableDataset[dict[str, Any]]):
         sites: Sequence[SiteName],
         *,
         options: Mapping[str, Any] | None = None,
+        positions: Mapping[int, int] | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__()
         self._url = url
         self._sites = list(sites)
         self._options = dict(options or {})
+        self._positions = dict(positions or {})
         self._arguments = arguments
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in self._batches():
+        which, count = self._worker()
+        for batch in self._batches(which, count):
             item: dict[str, Any] = {
                 site: as_tensor(values) for site, values in batch.arrays.items()
             }
             item["prompt"] = torch.from_numpy(batch.prompt)
             item["pos"] = torch.from_numpy(batch.pos)
             item["position"] = batch.position
+            item["worker"] = which
             yield item
 
-    def _batches(self) -> Batches:
+    def _worker(self) -> tuple[int, int]:
         which, count = self._arguments.get("worker", (0, 1))
         info = get_worker_info()
         if info is not None:
             which, count = which * info.num_workers + info.id, count * info.num_workers
+        return which, count
+
+    def _batches(self, which: int, count: int) -> Batches:
         arguments = {**self._arguments, "worker": (which, count)}
+        if which in self._positions:
+            arguments["position"] = self._positions[which]
         return self._open().batches(self._sites, **arguments)
 
     def _open(self) -> Run:

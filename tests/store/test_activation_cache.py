@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -82,3 +85,20 @@ def test_a_data_loader_gets_every_row_once(run: Run, workers: int) -> None:
         seen += list(zip(item["prompt"].tolist(), item["pos"].tolist(), strict=True))
     want = [(p, i) for p, n in enumerate([40, 0, 7, 1, 300]) for i in range(n)]
     assert sorted(seen) == want
+
+
+def test_each_worker_goes_on_after_its_last_batch(run: Run, monkeypatch) -> None:
+    def stream(worker: int, **more: Any) -> list[dict[str, Any]]:
+        info = SimpleNamespace(id=worker, num_workers=2)
+        monkeypatch.setattr("store.torch_adapter.get_worker_info", lambda: info)
+        return list(AttentionRows(run.url, ["z"], size=30, shuffle=3, **more))
+
+    whole = [stream(worker) for worker in (0, 1)]
+    assert [{item["worker"] for item in items} for items in whole] == [{0}, {1}]
+    positions = {worker: whole[worker][0]["position"] for worker in (0, 1)}
+    for worker in (0, 1):
+        rest = stream(worker, positions=positions)
+        assert [item["position"] for item in rest] == [i["position"] for i in whole[worker][1:]]
+        for mine, before in zip(rest, whole[worker][1:], strict=True):
+            assert torch.equal(mine["z"], before["z"])
+            assert torch.equal(mine["pos"], before["pos"])

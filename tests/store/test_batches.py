@@ -86,10 +86,11 @@ def test_plan_order_without_a_seed_and_mixing_with_one(sample) -> None:
 
 @pytest.mark.parametrize("by", ["token", "prompt"])
 @pytest.mark.parametrize("buffer_bytes", [20_000, 256 << 20])
-def test_resumes_at_any_batch(sample, by, buffer_bytes) -> None:
+@pytest.mark.parametrize("worker", [(0, 1), (0, 2), (1, 2)])
+def test_resumes_at_any_batch(sample, by, buffer_bytes, worker) -> None:
     run, _ = sample
     pick: dict[str, Any] = {"size": 90 if by == "token" else 2, "by": by, "shuffle": 7}
-    pick["buffer_bytes"] = buffer_bytes
+    pick |= {"buffer_bytes": buffer_bytes, "worker": worker}
     whole = list(run.batches(["z", "v"], **pick))
     for at, batch in enumerate(whole):
         rest = list(run.batches(["z", "v"], position=batch.position, **pick))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import time
+
 from benchmarks import open as opening
-from benchmarks import writer
+from benchmarks import reader, writer
+from benchmarks.slow_link import slow_link
 
 
 def test_the_writer_benchmark(tmp_path, monkeypatch):
@@ -23,3 +28,41 @@ def test_the_opening_benchmark(tmp_path):
     assert 50 < figures["peak_mb"] < 500
     assert figures["newer_commit_bytes"] > 1000
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_reader_benchmark(tmp_path, monkeypatch, capsys):
+    options = "reader --json --tokens 1024 --repeats 2 --skip-s3 --prompts 2000"
+    monkeypatch.setattr("sys.argv", options.split())
+    reader.main()
+    figures = json.loads(capsys.readouterr().out)
+    small = figures["local"]["one_head_64_positions"]
+    assert (small["requests"], small["requests_zarr"]) == (1, 2)
+    assert small["bytes"] <= 750_000
+    assert figures["local"]["one_head_64_positions_over_an_edge"]["requests"] == 1
+    assert figures["local"]["one_layer_of_a_prompt"]["requests"] == 8
+    assert figures["local"]["one_head_of_a_unit"]["requests"] == 1
+    for name, entry in figures["local"].items():
+        if name.startswith("one_"):
+            assert entry["bytes"] <= entry["bytes_zarr"], name
+            assert min(entry[f"p50_ms{s}"] for s in ("", "_zarr", "_xarray", "_tensorstore")) > 0
+    assert figures["local"]["open"]["p95_ms"] > 0
+    assert figures["local"]["stream"]["gigabytes_per_cpu_second"] > 0
+    assert figures["open_many_prompts"]["prompts"] == 2000
+    assert figures["open_many_prompts"]["prompts_table_mebibytes"] < 200
+
+
+def test_a_slow_link_holds_every_request_back():
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        slow_link(server.getsockname()[1], 50) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=10) as client,
+    ):
+        there, _ = server.accept()
+        there.settimeout(10)
+        begun = time.monotonic()
+        client.sendall(b"ask")
+        assert there.recv(10) == b"ask"
+        assert time.monotonic() - begun >= 0.045
+        there.sendall(b"answer")
+        assert client.recv(10) == b"answer"
+        there.close()

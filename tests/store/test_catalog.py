@@ -9,7 +9,7 @@ import pytest
 from store.catalog import diff, open_catalog
 from store.errors import RunError
 from store.objects.local import LocalStore
-from store.run import open_run
+from store.run import Run, open_run
 from tests.store.sample_run import SampleShape, capture, sample_units, write_manifests, write_run
 
 LENGTHS = [[40, 0, 7], [1, 30]]
@@ -63,5 +63,16 @@ def test_diff_refuses_rows_that_do_not_correspond(folder) -> None:
     first, other = open_run(str(folder / "float32")), open_run(str(folder / "other" / "deep"))
     with pytest.raises(RunError, match="other tokens"):
         diff(first, other)
+    read = Run.read
+
+    def other_heads(self, site, **choices):
+        data = read(self, site, **choices)
+        return data.assign_coords(head=data["head"] + 4) if self is second else data
+
+    second = open_run(str(folder / "bfloat16"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "read", other_heads)
+        with pytest.raises(RunError, match=r"has head 0\.\.3 in .* and 4\.\.7 in"):
+            diff(first, second, ["z"])
     with pytest.raises(RunError, match="in common"):
         diff(first, other, [], prompts=[])

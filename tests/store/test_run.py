@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from typing import Any
 
 import numpy as np
@@ -229,6 +230,39 @@ def test_places_count_what_is_held_and_a_named_layer_is_never_one(tmp_path) -> N
             run.read(site, prompt=0, layer=4)
 
 
+def test_a_run_of_some_heads_answers_by_their_own_numbers(tmp_path) -> None:
+    """Heads 4..7 of 8 and the kv heads 2 and 3 of 4 that they read."""
+    objects, shape = LocalStore(tmp_path), shape_of()
+    write_manifests(objects, shape, [[9, 5]])
+    unit = make_unit(shape, 0, 0, [9, 5], 3)
+    commit = write_unit(objects, shape, unit, "a0").model_dump()
+    for array in commit["arrays"]:
+        array["heads"] = [2, 3] if array["site"] in ("rot_k", "v") else [4, 5, 6, 7]
+    assert commit_unit(objects, Commit.model_validate(commit)).won
+    model = _model(objects).model_dump()
+    for layer in model["layers"]:
+        layer |= {"num_heads": 8, "num_kv_heads": 4}
+    objects.put(keys.MODEL, [ModelManifest.model_validate(model).to_bytes()])
+    run = open_run(str(tmp_path))
+    z = run.read("z", prompt=1, layer=0)
+    assert z.coords["head"].values.tolist() == [4, 5, 6, 7]
+    assert run.read("z", prompt=1, layer=0, head=6).equals(z.sel(head=6))
+    assert run.isel("v", prompt=1, layer=0, head=-1).coords["kv_head"].item() == 3
+    with pytest.raises(SiteNotFound, match=r"head 3 is not there; nearest: 4 and 5; held: 4\.\.7"):
+        run.read("z", prompt=1, head=3)
+    q, k = (unit.arrays[site][1, 9:].swapaxes(0, 1) for site in ("rot_q", "rot_k"))
+    want = naive_pattern(q[2], k[1])
+    np.testing.assert_allclose(run.pattern(1, 1, 6).values, want, atol=2e-6)
+    scores = run.head_scores("previous_token", prompts=[1])
+    assert scores.coords["head"].values.tolist() == [4, 5, 6, 7]
+    np.testing.assert_allclose(scores.sel(layer=1, head=6), np.diagonal(want, -1).mean(), atol=1e-6)
+    part = run.head_scores("previous_token", prompts=[1], heads=[7, 6], layers=1)
+    np.testing.assert_allclose(part.sel(head=6), scores.sel(layer=1, head=6), atol=1e-6)
+    (batch,) = run.batches(["z", "v"], prompts=[1], heads=None)
+    assert batch.heads == {"z": (4, 5, 6, 7), "v": (2, 3)}
+    assert run.cache(1)["z", 0].shape == (1, 5, 4, 16)
+
+
 def _model(objects: LocalStore) -> ModelManifest:
     return ModelManifest.from_bytes(objects.get(keys.MODEL, max_bytes=1 << 20), keys.MODEL)
 
@@ -273,6 +307,21 @@ def test_repr_says_what_is_there(sample: tuple[Run, Truth]) -> None:
     assert "rot_q, rot_k, v, z" in text
     assert "4 heads over 2 kv heads, d_head 16" in text
     assert run.url in run._repr_html_()
+
+
+def test_a_view_reads_nothing_until_it_is_asked(tmp_path) -> None:
+    objects = LocalStore(tmp_path)
+    write_manifests(objects, shape_of(), [[6]])
+    capture(objects, shape_of(), make_unit(shape_of(), 0, 0, [6], 3))
+    for file in (tmp_path / "data").rglob("c/*"):
+        if file.is_dir():
+            shutil.rmtree(file)
+    run = open_run(str(tmp_path))
+    assert "one prompt: (layer: 0..2, head: 4, pos: tokens, d_head: 16)" in repr(run["z"])
+    assert run["blocks.1.attn.hook_pattern"].dims == ("head", "query_pos", "key_pos")
+    assert run.explain("z", prompt=0).requests > 0
+    with pytest.raises(DamagedObject):
+        run["z"].sel(prompt=0)
 
 
 def test_refresh_sees_what_was_committed_since(tmp_path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from store import keys
+from store import keys, reductions
 from store.attempt import AttemptWriter
 from store.codec import Codec
 from store.commit import commit_unit, read_commit
@@ -145,3 +145,21 @@ def test_a_pattern_of_another_place_raises(tmp_path) -> None:
         objects.put(own, parts)
     with pytest.raises(DamagedObject, match="another shard's"):
         open_run(str(tmp_path)).pattern("p0", 0, 0, query=5)
+
+
+@pytest.mark.parametrize("tile_bytes", [1 << 25, 4 * 300 * 2 * 7])
+def test_head_scores_come_from_stored_patterns(sample, tile_bytes, monkeypatch) -> None:
+    monkeypatch.setattr(reductions, "TILE_BYTES", tile_bytes)
+    run, truth, error = sample
+    diagonals = [np.diagonal(whole, -1, 2, 3) for whole in truth.values()]
+    want = np.concatenate(diagonals, axis=2).astype(np.float64).mean(axis=2)
+    got = run.head_scores("previous_token")
+    assert got.attrs == {"queries": 299 + 69, "prompts": 2}
+    np.testing.assert_allclose(got.values, want, atol=error + 1e-6)
+    part = run.head_scores("previous_token", layers=[1], heads=[3, 0], prompts=["p0", "p2"])
+    np.testing.assert_allclose(part.values, want[1:, [3, 0]], atol=error + 1e-6)
+    table = run.head_scores("previous_token", per_prompt=True, layers=[0])
+    assert table.num_rows == 2 * 4
+    np.testing.assert_allclose(
+        table["score"].to_numpy()[4:], diagonals[1][0].mean(axis=1), atol=error + 1e-6
+    )
