@@ -57,7 +57,9 @@ class ScriptedEngine:
         return [None]
 
 
-def start(folder: Path, buffer_bytes: int, positions: Positions) -> CaptureEngine:
+def start(
+    folder: Path, buffer_bytes: int, positions: Positions, **of_patterns: int
+) -> CaptureEngine:
     rank = RankFacts(
         rank=3,
         layers=(),
@@ -67,6 +69,7 @@ def start(folder: Path, buffer_bytes: int, positions: Positions) -> CaptureEngin
         host_bytes=0,
         device_bytes=0,
         max_step_rows=0,
+        **of_patterns,
     )
     settings = CaptureSettings(sites=(Site.Z,), buffer_bytes=buffer_bytes, positions=positions)
     shape = CaptureShape("00" * 8, "float32", (LAYER,), settings, (rank,))
@@ -103,6 +106,16 @@ def test_units_wait_for_the_rows_of_others_to_leave(tmp_path: Path) -> None:
     assert engine.step_engine.begun == [0, 1]  # type: ignore[attr-defined]
     assert engine.in_flight == 5
     assert begun_in_order(engine) == [0, 1, 2, 3, 4]
+
+
+def test_rows_kept_for_patterns_and_their_entries_count_exactly(tmp_path: Path) -> None:
+    patterns = {"kept_bytes_per_row": 5, "bytes_per_entry": 2}
+    # Prompts of 4 and 3 rows: 7 rows of 15 bytes and 10 + 6 entries of 2.
+    for buffer_bytes, begun in ((2 * 137, [0, 1]), (2 * 137 - 1, [0])):
+        engine = start(tmp_path, buffer_bytes, Positions(), **patterns)
+        engine.admit(task(0, 4, 3))
+        engine.admit(task(1, 3, 4))
+        assert engine.step_engine.begun == begun  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("length", [1, 400])
