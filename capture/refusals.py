@@ -58,7 +58,7 @@ def _problem(config: Mapping[str, Any]) -> str | None:
     if recurrent is not None:
         return recurrent
     if kind.startswith(_STATE_SPACE) and _mixed_layers(config) is None:
-        return f"{kind} has linear or state-space layers in place of attention"
+        return f"{kind} has linear or state-space layers in place of attention{_only_in(config)}"
     if config.get("num_kv_shared_layers"):
         return (
             f"its last {config['num_kv_shared_layers']} layers use the keys and values of earlier "
@@ -90,18 +90,37 @@ def _recurrent_layers(config: Mapping[str, Any]) -> str | None:
     if kinds is not None:
         others = sorted({kind for kind in kinds if kind not in _ATTENTION_LAYERS})
         if others:
-            kept = [number for number, kind in enumerate(kinds) if kind in _ATTENTION_LAYERS]
             return (
-                f"it mixes attention with {', '.join(others)} layers (attention is only in layers "
-                f"{kept}); models with linear or state-space layers are not supported"
+                f"it mixes attention with {', '.join(others)} layers{_only_in(config)}; models "
+                "with linear or state-space layers are not supported"
             )
     pattern = config.get("hybrid_override_pattern")
     if isinstance(pattern, str) and "M" in pattern:
-        return f"it mixes attention with state-space layers (hybrid_override_pattern {pattern})"
+        return (
+            f"it mixes attention with state-space layers (hybrid_override_pattern {pattern})"
+            f"{_only_in(config)}"
+        )
     for key in ("ssm_cfg", "linear_attn_config", "attn_layer_period", "mamba_d_state"):
         if config.get(key) and not (kinds and key == "mamba_d_state"):
-            return f"it has linear or state-space layers ({key} {config[key]})"
+            return f"it has linear or state-space layers ({key} {config[key]}){_only_in(config)}"
     return None
+
+
+def _only_in(config: Mapping[str, Any]) -> str:
+    """Say which layers have attention, where the config tells."""
+    kinds = _mixed_layers(config)
+    pattern = config.get("hybrid_override_pattern")
+    period, count = config.get("attn_layer_period"), config.get("num_hidden_layers")
+    layers: list[int] | None = None
+    if kinds is not None:
+        layers = [number for number, kind in enumerate(kinds) if kind in _ATTENTION_LAYERS]
+    elif isinstance(pattern, str):
+        layers = [number for number, kind in enumerate(pattern) if kind == "*"]
+    elif isinstance(indices := config.get("attn_layer_indices"), list | tuple):
+        layers = sorted(int(number) for number in indices)
+    elif isinstance(period, int) and isinstance(count, int) and period > 0:
+        layers = list(range(int(config.get("attn_layer_offset") or 0) % period, count, period))
+    return "" if layers is None else f" (attention is only in layers {layers})"
 
 
 def refuse_options(settings: EngineSettings) -> None:

@@ -22,6 +22,27 @@ REFUSED = {
     "mamba2": ({"model_type": "mamba2"}, "state-space"),
     "rwkv": ({"model_type": "rwkv"}, "state-space"),
     "jamba": ({"model_type": "jamba", "attn_layer_period": 8}, "attn_layer_period 8"),
+    "jamba's layers": (
+        {
+            "model_type": "jamba",
+            "attn_layer_period": 8,
+            "attn_layer_offset": 4,
+            "num_hidden_layers": 32,
+        },
+        r"attention is only in layers \[4, 12, 20, 28\]",
+    ),
+    "bamba": (
+        {"model_type": "bamba", "attn_layer_indices": [9, 18, 27], "mamba_d_state": 128},
+        r"attention is only in layers \[9, 18, 27\]",
+    ),
+    "kimi linear": (
+        {"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": [1, 2]}},
+        "linear or state-space",
+    ),
+    "minimax": (
+        {"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"]},
+        r"linear_attention layers \(attention is only in layers \[1\]\)",
+    ),
     "qwen3-next": (
         {
             "model_type": "qwen3_next",
@@ -33,7 +54,10 @@ REFUSED = {
         {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
         "mamba layers",
     ),
-    "nemotron": ({"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"}, "state-space"),
+    "nemotron": (
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-M*"},
+        r"state-space .*attention is only in layers \[3, 6\]",
+    ),
     "bert": ({"model_type": "bert", "architectures": ["BertModel"]}, "encoder-only"),
     "masked": ({"model_type": "esm", "architectures": ["EsmForMaskedLM"]}, "encoder-only"),
     "bidirectional": (
@@ -48,6 +72,15 @@ REFUSED = {
     "gemma3n": (
         {"model_type": "gemma3n", "text_config": {"num_kv_shared_layers": 15}},
         "last 15 layers use the keys and values of earlier",
+    ),
+    "whisper": (
+        {"model_type": "whisper", "is_encoder_decoder": True, "architectures": ["Whisper"]},
+        "cross-attention",
+    ),
+    "modernbert": ({"model_type": "modernbert"}, "encoder-only"),
+    "qwen2.5 1m": (
+        {"model_type": "qwen2", "dual_chunk_attention_config": {"chunk_size": 262144}},
+        "dual chunk attention",
     ),
     "llama4": (
         {"model_type": "llama4", "text_config": {"attention_chunk_size": 8192}},
