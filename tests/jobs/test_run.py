@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from store import open_run
+from tests.capture.comparison import assert_stored_patterns
 from tests.jobs.run_process import ROOT, SLOW, RunProcess, assert_complete, object_stamps
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -38,14 +39,14 @@ def test_a_run_with_bad_prompts_is_complete_and_running_again_changes_nothing(
     records = [{"id": f"p{i}", "text": f"prompt number {i}", "kind": "x"} for i in range(40)]
     records += [{"id": "empty", "text": ""}, {"id": "long", "text": "long " * 300}]
     records += [{"id": "twin-a", "text": "the same"}, {"id": "twin-b", "text": "the same"}]
-    config = engine_config(records)
+    config = engine_config(records, capture={"unit_tokens": 256, "pattern": "stored"})
     output = tmp_path / "run"
     code, text = attnstore("run", str(config), "--dry-run", "--json")
     estimate = json.loads(text)
     code, text = attnstore("run", str(config))
     assert code == 3, text
     assert_complete(output, failed=["empty", "long"])
-    shards = list((output / "data").rglob("c/*/*/*/*"))
+    shards = [path for path in (output / "data").rglob("c/**/*") if path.is_file()]
     assert estimate["raw_bytes"] == sum(path.stat().st_size for path in shards)
     written = [*shards, *(output / "data").rglob("zarr.json"), *output.rglob("commits/*/*.json")]
     assert estimate["objects"] == len(written)
@@ -73,6 +74,7 @@ def test_a_run_with_bad_prompts_is_complete_and_running_again_changes_nothing(
     run = open_run(str(output))
     twins = [run.read("z", prompt=name).values for name in ("twin-a", "twin-b")]
     np.testing.assert_allclose(twins[0], twins[1], atol=1e-4)
+    assert_stored_patterns(run, "p7", 2**-11)
     picture = tmp_path / "pattern.png"
     shown = ("--prompt", "p7", "--layer", "1", "--head", "2", "--out", str(picture))
     code, text = attnstore("show", str(output), *shown)
