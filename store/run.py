@@ -33,6 +33,7 @@ from store.run_index import Prompt, RunIndex
 from store.sealed_json import MAX_JSON_BYTES
 from store.selection import AxisSelection, Choice, select
 from store.site_names import REBUILT, NamedSite, SiteName, resolve
+from store.strongest import strongest
 from store.unit_arrays import PromptArray, UnitArrays
 
 if TYPE_CHECKING:
@@ -245,14 +246,26 @@ class Run(AcrossPrompts):
         *,
         query: Choice = None,
         key: Choice = None,
+        topk: int | None = None,
         by_place: bool = False,
     ) -> xr.DataArray:
         """Return attention patterns, float32, dims `layer head query_pos key_pos`.
 
-        Rebuilt from rot_q and rot_k by `store.attention`; the softmax always runs over every key,
-        whichever `key` positions are returned. Raises as `read` does.
+        Rebuilt from rot_q and rot_k by `store.attention`, or as stored; the softmax always runs
+        over every key, whichever `key` positions are returned. With `topk` only the so many
+        strongest of these keys, largest first: `key_pos` then is a coordinate beside each value
+        along `top`, -1 where a query has fewer, and the whole pattern is never held. Raises as
+        `read` does.
         """
-        return self._attention(NamedSite("pattern"), prompt, (layer, head, query, key), by_place)
+        choices = (layer, head, query, key)
+        if topk is None:
+            return self._attention(NamedSite("pattern"), prompt, choices, by_place)
+        arrays, picked = self._attention_parts(
+            NamedSite("pattern"), prompt, choices, by_place=by_place
+        )
+        found = strongest(lambda axes: self._values("pattern", arrays, axes), picked, topk)
+        data = label("pattern", found.values, (*picked[:3], "top"), self._token_axis(arrays[0]))
+        return data.assign_coords(key_pos=(data.dims, found.key_pos.reshape(data.shape)))
 
     def scores(
         self,
@@ -417,11 +430,14 @@ class Run(AcrossPrompts):
     ) -> xr.DataArray:
         kind = self._resolve(named.site).site
         arrays, picked = self._attention_parts(named, prompt, choices, by_place=by_place)
+        return label(kind, self._values(kind, arrays, picked), picked, self._token_axis(arrays[0]))
+
+    def _values(
+        self, kind: str, arrays: Sequence[PromptArray], picked: Sequence[AxisSelection]
+    ) -> NDArray[np.float32]:
         if len(arrays) == 1:
-            values = stored_pattern.read_pattern(arrays[0], picked)
-        else:
-            values = rebuild.attention(kind, self.model.layers, arrays[0], arrays[-1], picked)
-        return label(kind, values, picked, self._token_axis(arrays[0]))
+            return stored_pattern.read_pattern(arrays[0], picked)
+        return rebuild.attention(kind, self.model.layers, arrays[0], arrays[-1], picked)
 
     def _attention_parts(
         self,

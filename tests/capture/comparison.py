@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from store import rebuild
+from store.site_names import NamedSite
 from tests.capture.hf_reference import HFReference, LayerReference
 
 SITES = ("rot_q", "rot_k", "v", "z")
@@ -24,7 +25,7 @@ def stored_sites(run: Any, prompt: str) -> dict[str, np.ndarray]:
 
 def assert_stored_patterns(run: Any, prompt: str, within: float) -> None:
     """Assert that a prompt's stored pattern is what its stored rot_q and rot_k give when read."""
-    arrays, picked = run._attention_parts("pattern", prompt, (None, None, None, None))
+    arrays, picked = run._attention_parts(NamedSite("pattern"), prompt, (None,) * 4)
     assert [array.site for array in arrays] == ["pattern"]
     stored_LNQK = run.pattern(prompt).values
     stored = run._index.stored(prompt)
