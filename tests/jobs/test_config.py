@@ -12,6 +12,8 @@ from jobs.config_file import load_config, parse_config
 from jobs.errors import ConfigError
 from store.run_format import Site
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
 BODY = """
 output: ./some-run
 prompts: {source: prompts.jsonl}
@@ -210,3 +212,10 @@ def test_stored_patterns_reach_the_ranks_with_their_type() -> None:
     assert {"capture.pattern", "capture.pattern_dtype"} <= set(stored.frozen_fields())
     small = parse_config({**body, "capture": {"pattern": "stored", "pattern_dtype": "uint8"}})
     assert small.capture_settings().pattern == "uint8"
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_a_config(path: Path) -> None:
+    config = load_config(path)
+    assert Site.Z in config.capture.sites
+    assert config.engine.host_bytes >= 3 * config.engine.slot_bytes
