@@ -22,6 +22,7 @@ from capture.adapters.vllm_engine import Finished, StepEngine, start_engine
 from capture.assembly import RankReport
 from capture.attention_layers import merge_semantics
 from capture.commit_unit import CaptureShape, commit_captured_unit
+from capture.engine_clock import EngineClock, stage_seconds
 from capture.errors import CaptureError, EngineDead, PromptRefused
 from capture.rows import UnitLayout
 from capture.settings import (
@@ -88,6 +89,7 @@ class CaptureEngine:
         self._next_key = 0
         self._committer = ThreadPoolExecutor(1, thread_name_prefix="unit-committer")
         self._dead: str | None = None
+        self._clock = EngineClock()
         self.facts = EngineFacts(
             model=_model_manifest(engine, shape),
             bytes_per_token=sum(rank.bytes_per_row for rank in shape.ranks),
@@ -149,6 +151,7 @@ class CaptureEngine:
         It begins once its rows fit beside those in flight (`buffer_bytes`), alone at the latest.
         """
         self._check_alive()
+        self._clock.admitted()
         key, self._next_key = self._next_key, self._next_key + 1
         task = self._selected(task)
         rows = [
@@ -209,7 +212,7 @@ class CaptureEngine:
         self._begin_what_fits()
         with self._fatal():
             if self._engine.busy:
-                for finished in self._engine.step():
+                for finished in self._step():
                     unit = self._units.get(finished.unit)
                     if unit is None:
                         continue
@@ -225,16 +228,28 @@ class CaptureEngine:
                     elif unit.waiting and not unit.running:
                         self._feed(finished.unit, unit)
             elif self._units:
+                started = time.monotonic()
                 time.sleep(IDLE_POLL_SECONDS)
+                self._clock.wait += time.monotonic() - started
             if any(unit.sealed and unit.commit is None for unit in self._units.values()):
                 self._collect()
-        return self._results()
+        results = self._results()
+        if results and not self.in_flight:
+            self._clock.emptied()
+        return results
+
+    def _step(self) -> list[Finished]:
+        started = time.monotonic()
+        finished = self._engine.step()
+        self._clock.engine += time.monotonic() - started
+        return finished
 
     def reopen(self, location: StoreLocation) -> None:
         """Send the units admitted from now on to another run. Only with nothing in flight."""
         if self.in_flight:
             raise CaptureError(f"{self.in_flight} units are in flight; let them end first")
         self._objects = open_store(location.url, location.options)
+        self._clock = EngineClock()
         self._engine.call("capture_open", location)
 
     def store_output_weights(self) -> None:
@@ -318,7 +333,7 @@ class CaptureEngine:
                     continue
                 unit.reports[report.rank] = report
                 if len(unit.reports) == len(self._shape.ranks):
-                    unit.commit = self._committer.submit(self._commit, unit)
+                    unit.commit = self._committer.submit(self._commit, unit, self._clock.taken())
 
     def _results(self) -> list[UnitResult]:
         done = [
@@ -334,15 +349,16 @@ class CaptureEngine:
             results.append(commit.result())
         return results
 
-    def _commit(self, unit: _InFlight) -> UnitResult:
+    def _commit(self, unit: _InFlight, spent: dict[str, float]) -> UnitResult:
         """Runs on the committer's thread; turns every error into a failed attempt."""
         task = unit.task
         reports = [unit.reports[rank] for rank in sorted(unit.reports)]
-        timings = _summed(reports)
+        timings = stage_seconds(reports, spent)
         seconds = time.monotonic() - unit.started
         failed = next((report for report in reports if report.error is not None), None)
         error, rank = (failed.error, failed.rank) if failed is not None else (None, None)
         if error is None:
+            started = time.monotonic()
             try:
                 result, commit = commit_captured_unit(
                     self._objects,
@@ -358,6 +374,7 @@ class CaptureEngine:
                 # Policy: an attempt that cannot be committed has failed; the driver decides.
                 error, rank = traceback.format_exc(), getattr(refused, "rank", None)
             else:
+                timings["commit"] = time.monotonic() - started
                 return UnitResult(
                     unit=task.unit,
                     attempt=task.attempt,
@@ -430,11 +447,3 @@ def _versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _summed(reports: list[RankReport]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for report in reports:
-        for stage, seconds in report.timings.items():
-            total[stage] = total.get(stage, 0.0) + seconds
-    return total

@@ -214,6 +214,7 @@ class RankCapture:
         self._spans: Sequence[Span] = ()
         self._hook_error: str | None = None
         self.timings = {"stall": 0.0, "steps": 0.0, "rows": 0.0}
+        self._stall_told = 0.0
 
     # -- called by the engine, between steps ------------------------------------------------------
 
@@ -444,7 +445,10 @@ class RankCapture:
 
     def _reported(self, report: RankReport) -> None:
         with self._reports_lock:
-            self._reports.append(report)
+            stall = self.timings["stall"]
+            timings = {**report.timings, "stall": stall - self._stall_told}
+            self._stall_told = stall
+            self._reports.append(replace(report, timings=timings))
 
 
 def _wanted_layers(

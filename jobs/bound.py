@@ -1,8 +1,9 @@
-"""Which stage bounds a run: the engines, copying, encoding, the store; and what to change.
+"""Which stage bounds a run: engines, copying, encoding, the store, or want of work; what to change.
 
-Pure arithmetic over the seconds that ranks report for each stage of storing. A stage is busy to the
-share of its threads' time that it took. Where the threads were busy nearly always the busiest stage
-bounds the run; otherwise the engines do, since storing waited for them.
+Pure arithmetic over seconds by stage, as units report them: what the engines computed, how long
+they waited for storing (no free slabs, or nothing left to do until units were durable), how long
+they had no unit, and what the storing threads spent on each of their stages. Where the engines
+computed nearly always they bound the run; where they waited, the storing stage that took longest.
 """
 
 from __future__ import annotations
@@ -12,52 +13,70 @@ from dataclasses import dataclass
 from typing import Any
 
 NEARLY_ALWAYS = 0.8
-ENGINE = "engine"
-_ADVICE = {
+ENGINE, WAIT, IDLE = "engine", "wait", "idle"
+ADVICE = {
     ENGINE: "more workers, or larger steps (engine.max_num_batched_tokens)",
-    "copy": "fewer sites or layers; more cores for engine.writer_threads",
+    IDLE: "more units in flight (engine.units_in_flight), or larger units (capture.unit_tokens)",
+    "copy": "fewer sites, layers or heads; more cores for engine.writer_threads",
     "encode": "codec raw or fast; more cores for engine.writer_threads",
-    "put": "a faster store, workers on more hosts, or codec small",
-    "sync": "a faster disk, or larger units (capture.unit_tokens)",
+    "put": "a faster store, more engine.writer_threads, workers on more hosts, or codec small",
+    "commit": "a faster store, or larger units (capture.unit_tokens)",
 }
+_STORING = ("copy", "encode", "put", "commit")
+_SHOWN = {ENGINE: "computing", WAIT: "waiting for storing", IDLE: "without a unit"}
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The stage that a run waited for, and how busy each stage of storing was (0 to 1)."""
+    """The stage that a run waited for, and the shares (0 to 1) that tell it."""
 
     stage: str
-    busy: dict[str, float]
+    engines: dict[str, float]
+    """Of the engines' time: `engine` computing, `wait` for storing, `idle` without a unit."""
+    storing: dict[str, float]
+    """Of the storing threads' time: each of their stages."""
 
     @property
     def advice(self) -> str:
-        return _ADVICE.get(self.stage, "")
+        return ADVICE[self.stage]
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as `attnstore run --json` prints it at the end."""
-        busy = {name: round(share, 3) for name, share in self.busy.items()}
-        return {"stage": self.stage, "busy": busy, "advice": self.advice}
+        """Return it as `attnstore run --json` and `status --json` print it."""
+        engines, storing = (
+            {name: round(share, 3) for name, share in shares.items()}
+            for shares in (self.engines, self.storing)
+        )
+        return {
+            "stage": self.stage,
+            "engines": engines,
+            "storing": storing,
+            "advice": self.advice,
+        }
 
     def sentence(self) -> str:
-        """Return it as `attnstore run` prints it at the end."""
-        shares = ", ".join(f"{name} {share:.0%}" for name, share in self.busy.items())
-        return f"bound by: {self.stage} (busy: {shares}); faster with {self.advice}"
+        """Return it as `attnstore run` and `status` print it."""
+        engines = ", ".join(f"{_SHOWN[name]} {share:.0%}" for name, share in self.engines.items())
+        storing = ", ".join(f"{name} {share:.0%}" for name, share in self.storing.items())
+        told = f"bound by: {self.stage} (engines: {engines}"
+        return f"{told}{f'; storing: {storing}' if storing else ''}); faster with {self.advice}"
 
 
-def find_bound(
-    stage_seconds: Mapping[str, float], worker_seconds: float, threads_per_worker: int
-) -> Bound | None:
+def find_bound(stage_seconds: Mapping[str, float]) -> Bound | None:
     """Return what bounded a run, or None where nothing was measured.
 
-    `stage_seconds`: seconds by stage, summed over ranks and their threads; `worker_seconds`: the
-    time that workers held units, summed over workers; `threads_per_worker`: storing threads of all
-    ranks of one worker.
+    `stage_seconds`: seconds by stage, summed over units, and over ranks and threads where several
+    work at a time.
     """
-    available = worker_seconds * threads_per_worker
-    known = {name: stage_seconds[name] for name in _ADVICE if stage_seconds.get(name)}
-    if available <= 0 or not known:
+    spent = {name: stage_seconds.get(name, 0.0) for name in (ENGINE, WAIT, IDLE)}
+    total = sum(spent.values())
+    if total <= 0:
         return None
-    busy = {name: min(1.0, seconds / available) for name, seconds in known.items()}
-    total = min(1.0, sum(known.values()) / available)
-    largest = max(busy, key=lambda name: busy[name])
-    return Bound(largest if total >= NEARLY_ALWAYS else ENGINE, busy)
+    engines = {name: seconds / total for name, seconds in spent.items()}
+    storing = {name: stage_seconds[name] for name in _STORING if stage_seconds.get(name)}
+    busiest = max(storing, key=lambda name: storing[name], default=ENGINE)
+    all_storing = sum(storing.values())
+    if engines[ENGINE] >= NEARLY_ALWAYS:
+        stage = ENGINE
+    else:
+        stage = IDLE if engines[IDLE] > engines[WAIT] else busiest
+    return Bound(stage, engines, {name: took / all_storing for name, took in storing.items()})

@@ -124,3 +124,5 @@ def _print_status(run_url: str, found: Any) -> None:
             ("bytes", human_bytes(found.bytes)),
         ]
     )
+    if found.bound is not None:
+        typer.echo(found.bound.sentence())

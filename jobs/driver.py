@@ -234,8 +234,7 @@ def _capture(
     finally:
         disconnect()
     _raise_ending(dispatcher, schedule)
-    threads = config.engine.tensor_parallel_size * config.engine.writer_threads
-    return find_bound(dispatcher.counters.stalls, meter.worker_seconds, threads)
+    return find_bound(dispatcher.counters.stalls)
 
 
 def find_damage(objects: ObjectStore, *, deep: bool, log: EventLog) -> list[int]:

@@ -1,4 +1,4 @@
-"""Takes snapshots of a dispatcher for progress and metrics, and measures its workers' time."""
+"""Takes snapshots of a dispatcher for progress and metrics."""
 
 from __future__ import annotations
 
@@ -20,15 +20,10 @@ class Meter:
         self._schedule = schedule
         self._units_planned = units_planned
         self._tokens = tokens
-        self._started = self._last = time.monotonic()
-        self.worker_seconds = 0.0
-        """How long workers held units so far, summed over workers."""
+        self._started = time.monotonic()
 
     def snapshot(self) -> Snapshot:
         workers = self._dispatcher.workers.values()
-        now = time.monotonic()
-        self.worker_seconds += (now - self._last) * sum(1 for worker in workers if worker.orders)
-        self._last = now
         counters = self._dispatcher.counters
         orders = [order for worker in workers for order in worker.orders.values()]
         bytes_per_token = max(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from jobs.bound import ADVICE, find_bound
 from jobs.progress import Snapshot
 
 PREFIX = "attnstore_"
@@ -40,7 +41,12 @@ GAUGES = (
     Metric("workers_lost", "Workers lost", "workers_lost"),
     Metric("eta_seconds", "Time left, by bytes", "eta_seconds"),
 )
-STAGES = Metric("stage_seconds", "Seconds that ranks spent in each stage of storing", "stalls")
+STAGES = Metric(
+    "stage_seconds",
+    "Seconds in each stage: engine, wait for storing, idle, copy, encode, put, commit",
+    "stalls",
+)
+BOUND = Metric("bound", "1 for the stage that bounds the run; `advice` is what to change", "stalls")
 
 
 class RunMetrics:
@@ -55,6 +61,7 @@ class RunMetrics:
             for metric in GAUGES
         }
         self._stages = Gauge(PREFIX + STAGES.name, STAGES.text, tag_keys=("run", "stage"))
+        self._bound = Gauge(PREFIX + BOUND.name, BOUND.text, tag_keys=("run", "stage", "advice"))
 
     def set(self, snapshot: Snapshot) -> None:
         """Export one snapshot."""
@@ -64,3 +71,8 @@ class RunMetrics:
                 gauge.set(float(value), tags=self._tags)
         for stage, seconds in snapshot.stalls.items():
             self._stages.set(seconds, tags={**self._tags, "stage": stage})
+        bound = find_bound(snapshot.stalls)
+        if bound is not None:
+            for stage, advice in ADVICE.items():
+                tags = {**self._tags, "stage": stage, "advice": advice}
+                self._bound.set(float(stage == bound.stage), tags=tags)

@@ -6,19 +6,26 @@ committed, when its commit records that none of its prompts survived being run.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from jobs.bound import Bound, find_bound
 from jobs.schedule import QUARANTINED
+from store.commit import read_commit_leniently
 from store.committed_units import CommittedUnits
+from store.errors import RunError, StoreError
 from store.objects.protocol import ObjectStore
 from store.plan import read_segments
 from store.snapshot import find_committed
 
 _READERS = 16
+_TIMED_UNITS = 16
+"""How many commits are read for what bounds the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,8 @@ class RunStatus:
     prompts_failed: int = 0
     prompts_skipped: int = 0
     bytes: int = 0
+    bound: Bound | None = None
+    """What the units committed last waited for; None where their commits do not tell."""
 
     @property
     def complete(self) -> bool:
@@ -54,18 +63,21 @@ class RunStatus:
                 "skipped": self.prompts_skipped,
             },
             "bytes": self.bytes,
+            **({} if self.bound is None else {"bound": self.bound.as_json()}),
         }
 
 
 def read_status(objects: ObjectStore) -> RunStatus:
     """Count a run's units, prompts and bytes. Raises `DamagedObject` for a damaged commit.
 
-    Costs the newest snapshot and the commits after it.
+    Costs the newest snapshot, the commits after it, and 16 commits for their timings.
     """
     segments = read_segments(objects)
     committed = find_committed(objects)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="status") as pool:
         committed.load(objects, pool.map)
+        names = map(committed.key, committed.units()[-_TIMED_UNITS:].tolist())
+        timings = list(pool.map(partial(_timings, objects), names))
     rows = committed.table()
     quarantined = _quarantined(committed, rows)
     return RunStatus(
@@ -77,7 +89,25 @@ def read_status(objects: ObjectStore) -> RunStatus:
         prompts_failed=int(rows["failed"].sum()),
         prompts_skipped=int(rows["skipped"].sum()),
         bytes=int(rows["bytes"].sum()),
+        bound=find_bound(_summed(timings)),
     )
+
+
+def _timings(objects: ObjectStore, commit_key: str | None) -> dict[str, float]:
+    """Return a commit's seconds by stage; one that cannot be read tells nothing here."""
+    assert commit_key is not None, "it is among the committed"
+    try:
+        return read_commit_leniently(objects, commit_key).timings
+    except (RunError, StoreError):
+        return {}
+
+
+def _summed(timings: Iterable[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for one in timings:
+        for stage, seconds in one.items():
+            total[stage] = total.get(stage, 0.0) + seconds
+    return total
 
 
 def _quarantined(committed: CommittedUnits, rows: dict[str, Any]) -> int:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
-from jobs.metrics import EXPORTED, GAUGES, PREFIX, STAGES
+from jobs.metrics import BOUND, EXPORTED, GAUGES, PREFIX, STAGES, RunMetrics
 from jobs.progress import Snapshot, human_seconds, summary_line
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "docs" / "grafana-dashboard.json"
@@ -20,14 +21,42 @@ SNAPSHOT = Snapshot(
 def test_the_dashboard_draws_exactly_the_metrics_there_are() -> None:
     text = DASHBOARD.read_text()
     drawn = set(re.findall(rf"{EXPORTED}{PREFIX}(\w+)", text))
-    assert drawn == {metric.name for metric in (*GAUGES, STAGES)}
+    assert drawn == {metric.name for metric in (*GAUGES, STAGES, BOUND)}
     places = [panel["gridPos"] for panel in json.loads(text)["panels"]]
     assert len({(place["x"], place["y"]) for place in places}) == len(places)
 
 
 def test_every_metric_has_a_value_in_a_snapshot() -> None:
-    for metric in (*GAUGES, STAGES):
+    for metric in (*GAUGES, STAGES, BOUND):
         assert getattr(SNAPSHOT, metric.field) is not None
+
+
+def test_the_stage_that_bounds_the_run_is_one_and_says_what_to_change(monkeypatch) -> None:
+    seen: dict[tuple[str, str | None], float] = {}
+
+    class Gauge:
+        def __init__(self, name: str, _text: str, tag_keys: tuple[str, ...]) -> None:
+            self.name, self.keys = name, set(tag_keys)
+
+        def set(self, value: float, tags: dict[str, str]) -> None:
+            assert set(tags) == self.keys
+            if self.name == PREFIX + BOUND.name:
+                assert tags["advice"]
+            seen[self.name, tags.get("stage")] = value
+
+    monkeypatch.setattr("ray.util.metrics.Gauge", Gauge)
+    metrics = RunMetrics("r")
+    bound = PREFIX + BOUND.name
+    metrics.set(SNAPSHOT)
+    assert not [name for name, _ in seen if name == bound], "nothing tells it yet"
+    for stalls, stage in (
+        ({"engine": 1.0, "wait": 9.0, "put": 1.5}, "put"),
+        ({"engine": 9.0, "wait": 1.0, "put": 1.5}, "engine"),
+    ):
+        metrics.set(replace(SNAPSHOT, stalls=stalls))
+        assert {s: value for (name, s), value in seen.items() if name == bound and value} == {
+            stage: 1.0
+        }
 
 
 def test_the_time_left_goes_by_what_is_left_to_store() -> None:
