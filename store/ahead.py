@@ -11,7 +11,8 @@ lists commits anew where it found a snapshot.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -43,6 +44,26 @@ class Begun(Generic[T]):
         if self._future is None or self._future.cancel():
             return self._call()
         return self._future.result()
+
+
+@contextmanager
+def asked_at_once(
+    objects: ObjectStore, *, gets: Sequence[tuple[str, int]], lists: Sequence[tuple[str, str]]
+) -> Iterator[tuple[ObjectStore, Begin]]:
+    """Give the store with these answers on their way, and what begins more calls.
+
+    Its threads are gone afterwards, so that many open runs hold none. Local files are asked when
+    their turn comes: no thread is as fast as they are.
+    """
+    if getattr(objects, "small_ranges_are_cheap", False):
+        yield objects, Begun
+        return
+    pool = ThreadPoolExecutor(len(gets) + len(lists), thread_name_prefix="attnstore-open")
+    begin: Begin = partial(Begun, pool=pool)
+    try:
+        yield Foreseen(objects, begin, gets=gets, lists=lists), begin
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Foreseen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -91,6 +91,12 @@ class CommittedUnits:
     read: dict[int, UnitRow] = field(default_factory=dict)
     lost: dict[int, int] = field(default_factory=dict)
     """Units that the snapshot names under this repair number, and whose commits are gone."""
+
+    @classmethod
+    def none(cls, damage: Sequence[str] = ()) -> CommittedUnits:
+        """Return no unit at all, where no snapshot was there or sound."""
+        columns = {name: np.zeros(0, np.int64) for name in COLUMNS}
+        return cls(columns=columns, exceptions={}, newer={}, damage=list(damage))
 
     def __len__(self) -> int:
         return len(self.columns["unit"]) + sum(

@@ -18,7 +18,6 @@ from numpy.typing import DTypeLike, NDArray
 
 from store import keys, rebuild, run_card, stored_pattern, weights
 from store.across_prompts import AcrossPrompts
-from store.ahead import Foreseen
 from store.array_reader import ArrayReader, ReadOptions
 from store.chunk_cache import CacheStatistics
 from store.errors import ObjectNotFound, RunError, RunNotFound
@@ -26,10 +25,9 @@ from store.explain import ReadCost
 from store.labelled import TokenAxis, label
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
-from store.plan import FIRST_MANIFEST
 from store.prompt_blocks import BlockReader, choose
 from store.run_format import LayerSemantics, ModelManifest, RunManifest, Site
-from store.run_index import Prompt, RunIndex
+from store.run_index import Prompt, RunIndex, looking
 from store.sealed_json import MAX_JSON_BYTES
 from store.selection import AxisSelection, Choice, select
 from store.site_names import REBUILT, NamedSite, SiteName, resolve
@@ -98,15 +96,16 @@ class Run(AcrossPrompts):
     def __init__(self, objects: ObjectStore, reading: ReadOptions) -> None:
         self._objects = objects
         self._reader = ArrayReader(objects, reading)
-        first = self._foreseen()
-        try:
-            data = first.get(keys.RUN, max_bytes=MAX_JSON_BYTES)
-        except ObjectNotFound as error:
-            raise RunNotFound(
-                f"there is no run at {objects.url}: it has no {keys.RUN}; check the location"
-            ) from error
-        self._manifest = RunManifest.from_bytes(data, keys.RUN)
-        self._index = RunIndex(objects, self._reader, self._manifest.run_id, first)
+        with looking(objects, keys.RUN) as (first, begin):
+            try:
+                data = first.get(keys.RUN, max_bytes=MAX_JSON_BYTES)
+            except ObjectNotFound as error:
+                raise RunNotFound(
+                    f"there is no run at {objects.url}: it has no {keys.RUN}; check the location"
+                ) from error
+            self._manifest = RunManifest.from_bytes(data, keys.RUN)
+            self._index = RunIndex(objects, self._reader, self._manifest.run_id)
+            self._index.look(first, begin)
         self._arrays = UnitArrays(self._reader)
         self._model: RunModel | None = None
         self._prompts: pa.Table | None = None
@@ -392,18 +391,6 @@ class Run(AcrossPrompts):
             semantics=None if model is None else next(iter(model.layers.values()), None),
             planned=(self._index.num_units, self._index.num_prompts),
             rows=self._index.unit_rows(),
-        )
-
-    def _foreseen(self) -> ObjectStore:
-        """Return the store with what opening needs asked for at once, where that is faster."""
-        if getattr(self._objects, "small_ranges_are_cheap", False):
-            return self._objects
-        documents = (keys.RUN, FIRST_MANIFEST)
-        return Foreseen(
-            self._objects,
-            self._reader.begin,
-            gets=[(name, MAX_JSON_BYTES) for name in documents],
-            lists=((keys.COMMITS, ""), ("", keys.BEFORE_PLAN)),
         )
 
     def _resolve(self, site: SiteName) -> NamedSite:

@@ -11,6 +11,7 @@ import difflib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -20,16 +21,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from store.ahead import Begun
+from store import keys
+from store.ahead import Begin, Begun, asked_at_once
 from store.commit import read_commit
 from store.committed_units import CommittedUnits
 from store.errors import FormatError, PromptNotFound, PromptNotStored
 from store.generated import GENERATED, Continuation, read_generated
 from store.objects.protocol import ObjectStore
-from store.plan import read_segments
+from store.plan import FIRST_MANIFEST, read_segments
 from store.plan_tables import PlanTables, PromptTokens
 from store.planned_units import row_contradiction
 from store.run_format import Commit, Outcome, PlanManifest
+from store.sealed_json import MAX_JSON_BYTES
 from store.snapshot import find_committed
 
 Prompt = str | int
@@ -80,13 +83,19 @@ class UnitSummary:
     first_positions: NDArray[np.int64]
 
 
-class RunIndex:
-    """The prompts of one run, by id or by row."""
+def looking(
+    objects: ObjectStore, *documents: str
+) -> AbstractContextManager[tuple[ObjectStore, Begin]]:
+    """Ask at once for these documents and for what tells a run's plan segments and commits."""
+    gets = [(name, MAX_JSON_BYTES) for name in (*documents, FIRST_MANIFEST)]
+    lists = [(keys.COMMITS, ""), ("", keys.BEFORE_PLAN)]
+    return asked_at_once(objects, gets=gets, lists=lists)
 
-    def __init__(
-        self, objects: ObjectStore, threads: Threads, run_id: str, first: ObjectStore | None = None
-    ) -> None:
-        """Look for plan segments and commits, through `first` where answers are on their way."""
+
+class RunIndex:
+    """The prompts of one run, by id or by row. Empty until `look` or `refresh`."""
+
+    def __init__(self, objects: ObjectStore, threads: Threads, run_id: str) -> None:
         self._objects = objects
         self._map = threads.map
         self._begin = threads.begin
@@ -96,13 +105,18 @@ class RunIndex:
         self._summaries: dict[str, UnitSummary] = {}
         self._said: OrderedDict[tuple[int, str], dict[int, Continuation]] = OrderedDict()
         self._beginning: dict[str, Begun[Commit]] = {}
-        self._plan = PlanTables(objects, self._own(read_segments(first or objects)), self._begin)
-        self._committed: CommittedUnits = find_committed(first or objects, self._begin)
+        self._plan = PlanTables(objects, [], self._begin)
+        self._committed = CommittedUnits.none()
 
     def refresh(self) -> None:
         """Look again for plan segments and commits that were added since."""
-        segments = self._own(read_segments(self._objects))
-        committed = find_committed(self._objects, self._begin)
+        with looking(self._objects) as (first, begin):
+            self.look(first, begin)
+
+    def look(self, first: ObjectStore, begin: Begin) -> None:
+        """Look for plan segments and commits through `first`, as `looking` gives it."""
+        segments = self._own(read_segments(first))
+        committed = find_committed(first, begin)
         with self._lock:
             if segments != self._plan.segments:
                 self._plan = PlanTables(self._objects, segments, self._begin)

@@ -184,8 +184,7 @@ def _newest(objects: ObjectStore, names: list[str], begin: Begin) -> CommittedUn
             continue
         found.damage = damage
         return found
-    none = {name: np.zeros(0, np.int64) for name in COLUMNS}
-    return CommittedUnits(columns=none, exceptions={}, newer={}, damage=damage)
+    return CommittedUnits.none(damage)
 
 
 def _latest(objects: ObjectStore) -> CommittedUnits:

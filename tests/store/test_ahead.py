@@ -81,8 +81,22 @@ def test_opening_is_one_round_trip(tmp_path, prompt) -> None:
     run = Run(objects, ReadOptions())
     assert len(objects.asked) == 4
     assert run.id == RUN_ID
+    objects.meeting = threading.Barrier(3)
+    assert len(run.refresh()._index.committed) == 2
+    assert len(objects.asked) == 7
     objects.meeting = None
     assert run.read("z", prompt=prompt).coords["prompt"].item() == "p3"
+
+
+def test_an_open_run_holds_no_thread_until_it_reads(tmp_path) -> None:
+    write_run(LocalStore(tmp_path), SHAPE, [[5, 3]])
+    run = Run(Remote(LocalStore(tmp_path)), ReadOptions())
+    for thread in threading.enumerate():
+        if thread.name.startswith("attnstore-open"):
+            thread.join(30)
+            assert not thread.is_alive()
+    assert not [t for t in threading.enumerate() if t.name.startswith("attnstore-open")]
+    assert run._reader._pool is None
 
 
 def test_with_a_snapshot_the_commit_comes_with_the_tables(tmp_path) -> None:
