@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,12 @@ from store.verify import verify_run
 
 SLOW = {"max_num_batched_tokens": 96, "max_num_seqs": 8}
 """An engine of small steps: a tiny model takes its seconds, and a strike meets it at work."""
+
+
+def texts(count: int) -> list[str]:
+    """So many prompts of about a dozen tokens, no two alike."""
+    return [f"prompt number {i} looks back at what came before it" for i in range(count)]
+
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_SECONDS = 240.0
@@ -58,11 +64,16 @@ class RunProcess:
             self.process.kill()
         self.process.wait(30)
 
-    def wait_for(self, event: str, count: int = 1) -> list[dict[str, Any]]:
-        """Wait until so many events of this name have come; return them."""
+    def wait_for(
+        self, event: str, count: int | Callable[[dict[str, Any]], bool] = 1
+    ) -> list[dict[str, Any]]:
+        """Wait until so many events of this name have come, or one of which `count` is true;
+        return them."""
         deadline = time.monotonic() + DEADLINE_SECONDS
+        wanted = count if callable(count) else lambda _event: True
+        count = 1 if callable(count) else count
         with self._changed:
-            while len(found := self.named(event)) < count:
+            while len(found := [one for one in self.named(event) if wanted(one)]) < count:
                 left = deadline - time.monotonic()
                 ended = self.process.poll() is not None and not self._reader.is_alive()
                 if left <= 0 or ended:
