@@ -53,8 +53,8 @@ format: install ## let ruff format the tree
 test: lint model ## lint, then every test that this machine can run in minutes
 	$(BIN)/python -m pytest -m "not gpu and not chaos" $(PYTEST_ARGS)
 
-chaos: install ## the long ones: strike at real runs in every way there is
-	$(BIN)/python -m pytest -m chaos tests/jobs $(PYTEST_ARGS)
+chaos: install ## strike at real runs in every way there is and write docs/chaos.md
+	$(BIN)/python -m tests.jobs.chaos_report $(PYTEST_ARGS)
 
 soak: install ## race and kill writers for ten minutes on each back end
 	ATTNSTORE_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/store/test_soak.py $(PYTEST_ARGS)

@@ -16,6 +16,7 @@ import yaml
 
 from jobs.config import RunConfig
 from jobs.config_file import parse_config
+from tests.jobs.driven import Driven
 from tests.jobs.fake_worker import FAULTS
 
 
@@ -122,6 +123,16 @@ def faults(faults_file: Path) -> Callable[..., Path]:
         return path
 
     return put
+
+
+@pytest.fixture
+def driven(
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    faults: Callable[..., Path],
+) -> Driven:
+    """Runs configs over the word model with the fake worker."""
+    return Driven(make_config, write_prompts, faults)
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jobs.config import RunConfig
 from jobs.driver import RunOptions, RunOutcome
@@ -23,9 +24,15 @@ TEXTS = [f"w{i} w1 w2 w3" for i in range(10, 22)]
 class Driven:
     """Runs configs with the fake worker and keeps the log."""
 
-    def __init__(self, address: str | None = None) -> None:
-        """`address`: of the Ray to use; None where the pool is not Ray's."""
-        self.address = address
+    def __init__(
+        self,
+        make_config: Callable[..., RunConfig],
+        write_prompts: Callable[..., Path],
+        faults: Callable[..., Path],
+    ) -> None:
+        self._make_config, self._write_prompts, self.faults = make_config, write_prompts, faults
+        self.address: str | None = None
+        """Of the Ray to use; None where the pool is not Ray's."""
         self.stream = io.StringIO()
         self.also: Callable[..., None] = lambda _event, **_fields: None
 
@@ -36,6 +43,12 @@ class Driven:
             config = config.model_copy(update={"workers": workers})
         view = lambda: progress_view(quiet)  # noqa: E731
         return run_job(config, RunOptions(worker=FakeWorker, **options), log, view)
+
+    def config(
+        self, records: Sequence[Any], name: str = "prompts.jsonl", **sections: Any
+    ) -> RunConfig:
+        """Write prompts to a file and return the config of a run over them."""
+        return self._make_config(self._write_prompts(records, name), **sections)
 
     def events(self, name: str) -> list[dict[str, object]]:
         events = [json.loads(line) for line in self.stream.getvalue().splitlines()]

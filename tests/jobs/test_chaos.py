@@ -1,6 +1,7 @@
-"""Strikes at a real run: every process killed in turn, hung, told to stop, driven twice.
+"""Strikes at a real run that take minutes: a run taken over, a poison prompt, Ray itself killed.
 
 Real engine, real Ray, real store; each ends with every prompt stored once and every byte verified.
+`test_strikes.py` has those that the default suite runs.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -17,80 +17,18 @@ import pytest
 from jobs.listing import prompt_rows
 from store.objects.open import open_store
 from tests.jobs.poison_main import POISON_TOKENS
-from tests.jobs.run_process import SLOW, RunProcess, assert_complete
+from tests.jobs.run_process import SLOW, RunProcess, assert_complete, texts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 Configs = Callable[..., Path]
-TEXTS = [f"prompt number {i} looks back at what came before it" for i in range(400)]
-TP2: dict[str, Any] = {"tensor_parallel_size": 2, **SLOW}
-
-
-@pytest.mark.chaos
-def test_a_killed_rank_takes_its_worker_along_and_nothing_is_lost(
-    engine_config: Configs, tmp_path: Path
-) -> None:
-    with RunProcess(engine_config(TEXTS, engine=TP2)) as run:
-        run.wait_for("committed", 3)
-        os.kill(run.rank_pid(0), signal.SIGKILL)
-        assert run.finish() == 0, run.transcript()
-        assert len(run.named("worker lost: engine died")) == 1
-    assert_complete(tmp_path / "run")
-
-
-@pytest.mark.chaos
-def test_a_hung_rank_is_found_by_the_deadline_and_killed(
-    engine_config: Configs, tmp_path: Path
-) -> None:
-    workers = {"unit_deadline_seconds": 12}
-    with RunProcess(engine_config(TEXTS, engine=TP2, workers=workers)) as run:
-        run.wait_for("committed", 3)
-        hung = run.rank_pid(0)
-        os.kill(hung, signal.SIGSTOP)
-        assert run.finish() == 0, run.transcript()
-        assert len(run.named("worker lost: deadline passed")) == 1
-    assert not psutil.pid_exists(hung)
-    assert_complete(tmp_path / "run")
-
-
-@pytest.mark.chaos
-def test_a_killed_driver_leaves_nothing_running_and_running_again_goes_on(
-    engine_config: Configs, tmp_path: Path
-) -> None:
-    config = engine_config(TEXTS, engine=SLOW)
-    with RunProcess(config) as run:
-        run.wait_for("committed", 3)
-        worker = run.worker_pid()
-        run.kill()
-    with RunProcess(config) as again:
-        assert again.finish() == 0, again.transcript()
-        missing = again.named("starting")[0]
-        assert missing["missing"] < missing["units"]
-    assert not psutil.pid_exists(worker)
-    assert_complete(tmp_path / "run")
-
-
-@pytest.mark.chaos
-def test_sigterm_ends_with_75_after_what_was_in_flight(
-    engine_config: Configs, tmp_path: Path
-) -> None:
-    config = engine_config(TEXTS, engine=SLOW)
-    with RunProcess(config) as run:
-        run.wait_for("committed", 3)
-        run.process.send_signal(signal.SIGTERM)
-        assert run.finish() == 75, run.transcript()
-        assert not run.named("worker dropped")
-        assert len(run.named("committed")) == len(run.named("assigned"))
-    with RunProcess(config) as again:
-        assert again.finish() == 0, again.transcript()
-    assert_complete(tmp_path / "run")
 
 
 @pytest.mark.chaos
 def test_a_second_driver_is_told_and_one_that_takes_over_wins(
     engine_config: Configs, tmp_path: Path
 ) -> None:
-    config = engine_config(TEXTS * 2, engine=SLOW)
+    config = engine_config(texts(2000), engine=SLOW)
     with RunProcess(config) as first:
         first.wait_for("committed", 1)
         with RunProcess(config) as second:
@@ -106,7 +44,7 @@ def test_a_second_driver_is_told_and_one_that_takes_over_wins(
 
 @pytest.mark.chaos
 def test_a_poison_prompt_is_the_only_one_lost(engine_config: Configs, tmp_path: Path) -> None:
-    records = [{"id": f"p{i}", "text": text} for i, text in enumerate(TEXTS[:40])]
+    records = [{"id": f"p{i}", "text": text} for i, text in enumerate(texts(40))]
     records[17]["text"] = "poison " * 20
     config = engine_config(records, workers={"max_attempts": 2})
     length = _tokens_of(config, "p17")
@@ -136,7 +74,8 @@ def _tokens_of(config: Path, prompt_id: str) -> int:
 def test_a_killed_raylet_of_a_lone_machine_ends_with_75_and_running_again_goes_on(
     engine_config: Configs, tmp_path: Path
 ) -> None:
-    config = engine_config(TEXTS, engine=SLOW)
+    # Workers outlive their raylet by some seconds: the run must not be over by then.
+    config = engine_config(texts(6000), engine=SLOW)
     with RunProcess(config) as run:
         run.wait_for("committed", 2)
         driver = psutil.Process(run.process.pid)

@@ -20,13 +20,13 @@ import yaml
 from jobs.config_file import load_config
 from jobs.metrics import GAUGES, STAGES
 from jobs.submit import Submitted, submit
-from tests.jobs.run_process import SLOW, RunProcess, assert_complete
+from tests.jobs.run_process import SLOW, RunProcess, assert_complete, texts
 from tests.store.s3_servers import S3Server, free_ports, seaweedfs
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 Configs = Callable[..., Path]
-TEXTS = [f"prompt number {i} looks back at what came before it" for i in range(150)]
+TEXTS = texts(150)
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ import jobs.ray_pool
 import jobs.watch
 import jobs.worker
 import store.keys
-from jobs.config import RunConfig
 from jobs.errors import (
     ConfigError,
     ExitCode,
@@ -40,8 +38,6 @@ from store.verify import verify_run
 from tests.jobs.driven import TEXTS, Driven, names, statuses
 from tests.jobs.local_pool import LocalPool
 
-pytestmark = pytest.mark.usefixtures("faults")
-
 
 class NoMetrics:
     """There is no Ray to export them."""
@@ -52,23 +48,18 @@ class NoMetrics:
 
 
 @pytest.fixture
-def drive(monkeypatch: pytest.MonkeyPatch) -> Driven:
+def drive(monkeypatch: pytest.MonkeyPatch, driven: Driven) -> Driven:
     monkeypatch.setattr(jobs.ray_pool, "RayPool", LocalPool)
     monkeypatch.setattr(jobs.ray_pool, "connect", lambda *_arguments, **_options: None)
     monkeypatch.setattr(jobs.ray_pool, "disconnect", lambda: None)
     monkeypatch.setattr(jobs.driver, "RunMetrics", NoMetrics)
     monkeypatch.setattr(jobs.worker, "_leave_soon", lambda: None)
-    return Driven()
+    return driven
 
 
-def test_a_unit_none_of_whose_prompts_survives_is_quarantined(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-) -> None:
-    faults(tokens={"14": "raise", "15": "raise"})
-    config = make_config(write_prompts(TEXTS), workers={"max_attempts": 1})
+def test_a_unit_none_of_whose_prompts_survives_is_quarantined(drive: Driven) -> None:
+    drive.faults(tokens={"14": "raise", "15": "raise"})
+    config = drive.config(TEXTS, workers={"max_attempts": 1})
     outcome = drive(config)
     assert outcome.exit_code is ExitCode.SOME_FAILED
     assert outcome.status.as_json() == {
@@ -78,70 +69,47 @@ def test_a_unit_none_of_whose_prompts_survives_is_quarantined(
     }
 
 
-def test_the_same_error_everywhere_stops_the_run(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-) -> None:
-    faults(unit_error="RowsMissing: unit 7: rank 0 proved 12 rows")
+def test_the_same_error_everywhere_stops_the_run(drive: Driven) -> None:
+    drive.faults(unit_error="RowsMissing: unit 7: rank 0 proved 12 rows")
     with pytest.raises(RunStopped, match="fails the same way"):
-        drive(make_config(write_prompts(TEXTS)))
+        drive(drive.config(TEXTS))
 
 
-def test_a_store_that_fails_for_a_while_charges_nobody(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
+def test_a_store_that_fails_for_a_while_charges_nobody(drive: Driven, tmp_path: Path) -> None:
     gate = tmp_path / "mended"
-    faults(unit_error="OSError: [Errno 28] No space left on device", unless_exists=str(gate))
+    drive.faults(unit_error="OSError: [Errno 28] No space left on device", unless_exists=str(gate))
 
     def mend(_event: str, **_fields: object) -> None:
         if len(drive.events("store failing")) == 2:
             gate.touch()
 
     drive.also = mend
-    assert drive(make_config(write_prompts(TEXTS))).exit_code is ExitCode.DONE
+    assert drive(drive.config(TEXTS)).exit_code is ExitCode.DONE
     assert gate.exists()
     assert not drive.events("unit failed")
 
 
-def test_a_unit_reported_done_without_a_commit_is_not_believed(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-) -> None:
-    faults(lie=3)
-    config = make_config(write_prompts(TEXTS))
+def test_a_unit_reported_done_without_a_commit_is_not_believed(drive: Driven) -> None:
+    drive.faults(lie=3)
+    config = drive.config(TEXTS)
     with pytest.raises(RunInterrupted, match="1 of 6 have no commit"):
         drive(config)
-    faults()
+    drive.faults()
     assert drive(config).exit_code is ExitCode.DONE
     assert set(statuses(config).values()) == {("stored", None)}
 
 
-def test_a_store_that_never_recovers_ends_the_run_to_be_run_again(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-) -> None:
-    faults(unit_error="StoreError: gone")
-    config = make_config(write_prompts(TEXTS), workers={"store_patience_seconds": 3})
+def test_a_store_that_never_recovers_ends_the_run_to_be_run_again(drive: Driven) -> None:
+    drive.faults(unit_error="StoreError: gone")
+    config = drive.config(TEXTS, workers={"store_patience_seconds": 3})
     with pytest.raises(RunInterrupted, match="the store has failed"):
         drive(config)
-    faults()
+    drive.faults()
     assert drive(config).exit_code is ExitCode.DONE
 
 
-def test_damaged_units_are_captured_again_as_repairs(
-    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
-) -> None:
-    config = make_config(write_prompts(TEXTS))
+def test_damaged_units_are_captured_again_as_repairs(drive: Driven) -> None:
+    config = drive.config(TEXTS)
     drive(config)
     objects = open_store(config.output)
     broken = read_commit(objects, committed_units(objects)[2])
@@ -156,18 +124,14 @@ def test_damaged_units_are_captured_again_as_repairs(
 
 @pytest.mark.parametrize("snapshot", [None, "open folder", "complete folder"])
 def test_a_unit_whose_commit_was_deleted_is_captured_anew(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    snapshot: str | None,
+    drive: Driven, monkeypatch: pytest.MonkeyPatch, snapshot: str | None
 ) -> None:
     """Also where a snapshot names it; in a complete folder of one that takes a verification."""
     if snapshot == "complete folder":
         monkeypatch.setattr(store.keys, "UNITS_PER_FOLDER", 2)
     if snapshot is not None:
         monkeypatch.setattr(jobs.driver, "SnapshotKeeper", partial(SnapshotKeeper, every=6))
-    config = make_config(write_prompts(TEXTS))
+    config = drive.config(TEXTS)
     drive(config)
     objects = open_store(config.output)
     lost = committed_units(objects)[1]
@@ -187,11 +151,9 @@ def test_a_unit_whose_commit_was_deleted_is_captured_anew(
     assert verify_run(objects, deep=True).ok
 
 
-def test_a_quota_that_cannot_hold_the_run_refuses_it_before_any_worker(
-    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
-) -> None:
+def test_a_quota_that_cannot_hold_the_run_refuses_it_before_any_worker(drive: Driven) -> None:
     with pytest.raises(QuotaExceeded, match="Raise max_bytes"):
-        drive(make_config(write_prompts(TEXTS), max_bytes=10_000))
+        drive(drive.config(TEXTS, max_bytes=10_000))
     assert not drive.events("worker asked for")
 
 
@@ -205,8 +167,6 @@ def test_a_quota_that_cannot_hold_the_run_refuses_it_before_any_worker(
 )
 def test_a_model_or_option_of_unfaithful_rows_is_refused_before_anything_is_written(
     drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
     tmp_path: Path,
     word_model: Path,
     model: dict[str, str],
@@ -217,22 +177,15 @@ def test_a_model_or_option_of_unfaithful_rows_is_refused_before_anything_is_writ
     shutil.copytree(word_model, folder)
     body = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**body, **model}))
-    config = make_config(
-        write_prompts(TEXTS), model={"path": str(folder)}, engine={"options": options}
-    )
+    config = drive.config(TEXTS, model={"path": str(folder)}, engine={"options": options})
     with pytest.raises(ConfigError, match=text):
         drive(config)
     assert not Path(config.output, "run.json").exists()
 
 
-def test_a_quota_reached_on_the_way_ends_the_run_cleanly(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-) -> None:
-    faults(bytes_per_token=40_000)
-    config = make_config(write_prompts(TEXTS), max_bytes=1_000_000, engine={"units_in_flight": 1})
+def test_a_quota_reached_on_the_way_ends_the_run_cleanly(drive: Driven) -> None:
+    drive.faults(bytes_per_token=40_000)
+    config = drive.config(TEXTS, max_bytes=1_000_000, engine={"units_in_flight": 1})
     with pytest.raises(RunStopped, match="max_bytes"):
         drive(config)
     done = read_status(open_store(config.output))
@@ -241,13 +194,10 @@ def test_a_quota_reached_on_the_way_ends_the_run_cleanly(
 
 
 def test_snapshots_are_left_on_the_way_and_status_reads_them(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
+    drive: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs.driver, "SnapshotKeeper", partial(SnapshotKeeper, every=3))
-    config = make_config(write_prompts([*TEXTS, ""]))
+    config = drive.config([*TEXTS, ""])
     outcome = drive(config)
     found = find_committed(open_store(config.output))
     assert found.snapshot is not None
@@ -257,14 +207,12 @@ def test_snapshots_are_left_on_the_way_and_status_reads_them(
     assert drive(config).exit_code is ExitCode.SOME_FAILED
 
 
-def test_extending_adds_a_segment_once_and_keeps_what_is_stored(
-    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
-) -> None:
-    first = make_config(write_prompts(TEXTS))
+def test_extending_adds_a_segment_once_and_keeps_what_is_stored(drive: Driven) -> None:
+    first = drive.config(TEXTS)
     drive(first)
     before = {name for name in names(first) if "owners/" not in name}
     more = [{"id": f"more-{i}", "text": "w7 w8"} for i in range(5)]
-    second = make_config(write_prompts(more, "more.jsonl"))
+    second = drive.config(more, "more.jsonl")
     with pytest.raises(InputsChanged, match="--extend"):
         drive(second)
     drive(second, extend=True)
@@ -279,10 +227,8 @@ def test_extending_adds_a_segment_once_and_keeps_what_is_stored(
     assert drive(first).exit_code is ExitCode.DONE
 
 
-def test_prompts_left_out_by_the_config_count_as_skipped(
-    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
-) -> None:
-    config = make_config(write_prompts(TEXTS), prompts={"skip": ["p3", "p8"]})
+def test_prompts_left_out_by_the_config_count_as_skipped(drive: Driven) -> None:
+    config = drive.config(TEXTS, prompts={"skip": ["p3", "p8"]})
     outcome = drive(config)
     assert outcome.exit_code is ExitCode.DONE
     prompts = {"planned": 12, "stored": 10, "failed": 0, "skipped": 2}
@@ -290,26 +236,21 @@ def test_prompts_left_out_by_the_config_count_as_skipped(
     assert statuses(config)["p3"] == ("skipped", "skipped: listed in prompts.skip")
 
 
-def test_a_run_killed_while_planning_is_planned_anew(
-    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
-) -> None:
-    repeated = write_prompts([{"id": "a", "text": "w1"}, {"id": "a", "text": "w2"}])
+def test_a_run_killed_while_planning_is_planned_anew(drive: Driven) -> None:
+    repeated = [{"id": "a", "text": "w1"}, {"id": "a", "text": "w2"}]
     with pytest.raises(SourceError, match="'a'"):
-        drive(make_config(repeated))
-    config = make_config(repeated, prompts={"id_column": None})
+        drive(drive.config(repeated))
+    config = drive.config(repeated, prompts={"id_column": None})
     assert drive(config).exit_code is ExitCode.DONE
     assert set(statuses(config)) == {"p0", "p1"}
 
 
 def test_a_cluster_without_a_node_left_ends_the_run_at_once_to_be_run_again(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
+    drive: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs.watch, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(LocalPool, "has_nodes", lambda _pool: False)
-    config = make_config(write_prompts(TEXTS))
+    config = drive.config(TEXTS)
     with pytest.raises(RunInterrupted, match="no node of the Ray cluster is left"):
         drive(config)
     monkeypatch.setattr(LocalPool, "has_nodes", lambda _pool: True)
@@ -318,10 +259,7 @@ def test_a_cluster_without_a_node_left_ends_the_run_at_once_to_be_run_again(
 
 
 def test_a_signal_that_meets_the_driver_while_it_logs_drains_the_run(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
+    drive: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A handler that logged itself would wait for the log's lock for ever."""
     write = io.StringIO.write
@@ -337,7 +275,7 @@ def test_a_signal_that_meets_the_driver_while_it_logs_drains_the_run(
         write = write_and_signal  # type: ignore[assignment]
 
     drive.stream = Stream()
-    config = make_config(write_prompts(TEXTS * 5))
+    config = drive.config(TEXTS * 5)
     with pytest.raises(RunInterrupted, match="SIGTERM: stopped after what was in flight"):
         drive(config)
     assert len(drive.events("stopping")) == 1
@@ -347,16 +285,12 @@ def test_a_signal_that_meets_the_driver_while_it_logs_drains_the_run(
 
 
 def test_a_driver_that_was_taken_over_drains_and_says_by_whom(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
-    faults: Callable[..., Path],
+    drive: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults(seconds=0.05)
+    drive.faults(seconds=0.05)
     monkeypatch.setattr(jobs.watch, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(jobs.owner, "BEAT_SECONDS", 0.05)
-    config = make_config(write_prompts(TEXTS * 5))
+    config = drive.config(TEXTS * 5)
     taken: list[RunOwner] = []
 
     def take(event: str, **_fields: object) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jobs.config import RunConfig
 from jobs.errors import (
     ExitCode,
     RunStopped,
@@ -17,18 +17,15 @@ from jobs.status import read_status
 from store.objects.open import open_store
 from tests.jobs.driven import TEXTS, Driven, names, statuses
 
-pytestmark = pytest.mark.usefixtures("faults")
-
 
 @pytest.fixture
-def drive(ray_address: str) -> Driven:
-    return Driven(ray_address)
+def drive(ray_address: str, driven: Driven) -> Driven:
+    driven.address = ray_address
+    return driven
 
 
-def test_a_run_stores_every_prompt_once_and_running_again_changes_nothing(
-    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
-) -> None:
-    config = make_config(write_prompts([*TEXTS, ""]), workers={"count": 2})
+def test_a_run_stores_every_prompt_once_and_running_again_changes_nothing(drive: Driven) -> None:
+    config = drive.config([*TEXTS, ""], workers={"count": 2})
     outcome = drive(config)
     assert outcome.exit_code is ExitCode.SOME_FAILED
     found = statuses(config)
@@ -41,15 +38,9 @@ def test_a_run_stores_every_prompt_once_and_running_again_changes_nothing(
     assert len(drive.events("nothing to do")) == 1
 
 
-def test_a_killed_worker_is_replaced_and_its_units_run_again(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
-    faults(tokens={"13": {"once": str(tmp_path / "killed")}})
-    config = make_config(write_prompts(TEXTS))
+def test_a_killed_worker_is_replaced_and_its_units_run_again(drive: Driven, tmp_path: Path) -> None:
+    drive.faults(tokens={"13": {"once": str(tmp_path / "killed")}})
+    config = drive.config(TEXTS)
     assert drive(config).exit_code is ExitCode.DONE
     assert len(drive.events("worker lost: engine died")) == 1
     assert set(statuses(config).values()) == {("stored", None)}
@@ -57,14 +48,10 @@ def test_a_killed_worker_is_replaced_and_its_units_run_again(
 
 @pytest.mark.parametrize("fault", ["kill", "raise"])
 def test_a_poison_prompt_is_found_alone_and_the_rest_of_its_unit_is_stored(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-    fault: str,
+    drive: Driven, fault: str
 ) -> None:
-    faults(tokens={"15": fault})
-    config = make_config(write_prompts(TEXTS), workers={"max_attempts": 2})
+    drive.faults(tokens={"15": fault})
+    config = drive.config(TEXTS, workers={"max_attempts": 2})
     assert drive(config).exit_code is ExitCode.SOME_FAILED
     found = statuses(config)
     status, reason = found.pop("p5")
@@ -79,75 +66,79 @@ def test_a_poison_prompt_is_found_alone_and_the_rest_of_its_unit_is_stored(
     assert status_now.complete
 
 
-def test_a_hung_worker_is_killed_at_its_deadline(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-) -> None:
-    faults(tokens={"15": "hang"})
-    config = make_config(
-        write_prompts(TEXTS), workers={"max_attempts": 1, "unit_deadline_seconds": 1.5}
-    )
+def test_a_hung_worker_is_killed_at_its_deadline(drive: Driven) -> None:
+    drive.faults(tokens={"15": "hang"})
+    config = drive.config(TEXTS, workers={"max_attempts": 1, "unit_deadline_seconds": 1.5})
     assert drive(config).exit_code is ExitCode.SOME_FAILED
     assert len(drive.events("worker lost: deadline passed")) == 3
     failed = {name for name, (status, _) in statuses(config).items() if status == "failed"}
     assert failed == {"p5"}
 
 
-def test_workers_that_never_start_stop_the_run(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-) -> None:
-    faults(start="no such architecture")
+def test_workers_that_never_start_stop_the_run(drive: Driven) -> None:
+    drive.faults(start="no such architecture")
     with pytest.raises(RunStopped, match="no such architecture"):
-        drive(make_config(write_prompts(TEXTS)))
+        drive(drive.config(TEXTS))
 
 
-def test_workers_come_and_go_between_their_bounds(
-    drive: Driven, make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
-) -> None:
-    config = make_config(write_prompts(TEXTS), workers={"min": 1, "max": 3})
+def test_workers_come_and_go_between_their_bounds(drive: Driven) -> None:
+    config = drive.config(TEXTS, workers={"min": 1, "max": 3})
     assert drive(config).exit_code is ExitCode.DONE
     assert len(drive.events("worker asked for")) == 3
 
 
-def test_a_node_told_to_leave_gets_nothing_new_and_is_left(
-    drive: Driven,
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    faults: Callable[..., Path],
-) -> None:
-    from ray._raylet import GcsClient
+@pytest.fixture
+def two_nodes() -> Iterator[tuple[Any, list[Any]]]:
+    """A head that runs no worker, and two nodes with room for one each."""
     from ray.cluster_utils import Cluster
-    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
-    faults(seconds=0.1)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     try:
-        for _ in range(2):
-            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
-        config = make_config(
-            write_prompts(TEXTS * 12),
-            workers={"address": cluster.address, "count": 2, "num_cpus": 1},
-        )
-        told: list[str] = []
-
-        def drain_first(_event: str, **_fields: object) -> None:
-            started = drive.events("worker started")
-            if started and not told and len(drive.events("committed")) > 2:
-                told.append(str(started[0]["node"]))
-                deadline = int((time.time() + 600) * 1000)
-                reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
-                gcs = GcsClient(address=cluster.address)
-                assert gcs.drain_node(told[0], reason, "spot notice", deadline)[0]
-
-        drive.also = drain_first
-        assert drive(config).exit_code is ExitCode.DONE
-        assert drive.events("draining")[0]["node"] == told[0]
-        assert [e for e in drive.events("worker released") if e.get("why")]
-        assert not drive.events("worker lost: engine died")
+        nodes = [cluster.add_node(num_cpus=1, object_store_memory=80 << 20) for _ in range(2)]
+        yield cluster, nodes
     finally:
         cluster.shutdown()
+
+
+def test_nodes_told_to_leave_are_left_and_a_killed_one_costs_its_units_nothing(
+    driven: Driven, two_nodes: tuple[Any, list[Any]]
+) -> None:
+    """Two workers on two nodes: one node is told to leave, a third joins, the second is killed."""
+    from ray._raylet import GcsClient
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    cluster, nodes = two_nodes
+    driven.faults(seconds=0.1)
+    config = driven.config(
+        TEXTS * 25, workers={"address": cluster.address, "count": 2, "num_cpus": 1}
+    )
+    told: list[str] = []
+    killed: list[str] = []
+
+    def strike(event: str, **_fields: object) -> None:
+        if event not in {"committed", "worker started"}:
+            return
+        started = [str(one["node"]) for one in driven.events("worker started")]
+        if len(started) >= 2 and not told and len(driven.events("committed")) > 2:
+            told.append(started[0])
+            deadline = int((time.time() + 600) * 1000)
+            reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+            gcs = GcsClient(address=cluster.address)
+            assert gcs.drain_node(told[0], reason, "spot notice", deadline)[0]
+            cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
+        if len(started) == 3 and not killed:
+            victim = next(node for node in nodes if node.node_id not in told)
+            killed.append(victim.node_id)
+            cluster.remove_node(victim, allow_graceful=False)
+
+    driven.also = strike
+    assert driven(config).exit_code is ExitCode.DONE
+    assert driven.events("draining")[0]["node"] == told[0]
+    assert [e for e in driven.events("worker released") if e.get("why")]
+    (lost,) = driven.events("worker lost: node lost")
+    started = {e["worker"]: e["node"] for e in driven.events("worker started")}
+    assert started[lost["worker"]] == killed[0]
+    assert not driven.events("worker lost: engine died")
+    retried = [e for e in driven.events("assigned") if not str(e["attempt"]).startswith("0")]
+    assert not retried, "a lost node must charge nobody"
+    assert set(statuses(config).values()) == {("stored", None)}

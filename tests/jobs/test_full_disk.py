@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.run_process import RunProcess, assert_complete
+from tests.jobs.run_process import RunProcess, assert_complete, texts
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -32,9 +32,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk_interrupts_the_run_and_more_room_lets_it_go_on(
     engine_config: Callable[..., Path], small_disk: Path
 ) -> None:
-    texts = [f"prompt number {i} looks back at what came before it" for i in range(150)]
     config = engine_config(
-        texts, output=str(small_disk / "run"), workers={"store_patience_seconds": 8}
+        texts(150), output=str(small_disk / "run"), workers={"store_patience_seconds": 8}
     )
     with RunProcess(config) as run:
         assert run.finish() == 75, run.transcript()
