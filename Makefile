@@ -36,10 +36,10 @@ demo: install model ## capture the example prompts, read a slice, draw a pattern
 	@PATH="$(CURDIR)/$(BIN):$$PATH" examples/demo.sh
 
 sweep: install ## run examples/sweep.yaml, kill it five times, check every byte
-	$(BIN)/python examples/kill_sweep.py
+	$(BIN)/python examples/kill_sweep.py --report docs/sweeps.md
 
 sweeps: install ## ten minutes of such sweeps, struck in every way there is
-	$(BIN)/python examples/kill_sweep.py --minutes 10
+	$(BIN)/python examples/kill_sweep.py --minutes 10 --report docs/sweeps.md
 
 lint: install ## ruff and mypy
 	$(BIN)/ruff check .

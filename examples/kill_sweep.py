@@ -1,12 +1,12 @@
 """Run examples/sweep.yaml and strike a process of it at random, five times; then check everything.
 
-    python examples/kill_sweep.py [--kills 5] [--seed 0] [--minutes 10]
+    python examples/kill_sweep.py [--kills 5] [--seed 0] [--minutes 10] [--report docs/sweeps.md]
 
 Strikes: SIGKILL of a worker, of a tensor-parallel rank, or of the driver itself (which is then
 simply started again); a soak (`--minutes`) repeats the sweep and also stops a rank for good
 (SIGSTOP), ends the driver with SIGTERM, and starts a second driver beside it. At the end of each
 sweep every prompt must be stored once, every byte must match its checksum, and z must be what the
-stored pattern and v say it is.
+stored pattern and v say it is. `--report` puts what was said into a document.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ SOAK = (*KILLS, "hang a rank", "terminate a driver", "second driver")
 COMMAND = [sys.executable, "-m", "jobs.cli", "run", CONFIG]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path.cwd())}
 AGAIN = (75, -signal.SIGKILL)
+SAID: list[str] = []
+
+
+def say(text: str) -> None:
+    SAID.append(f"== {text}")
+    print(SAID[-1], flush=True)
 
 
 def prepare(num_prompts: int) -> None:
@@ -110,14 +116,14 @@ def sweep(kills: int, seed: int, kinds: tuple[str, ...]) -> Counter[str]:
             # Strike once the run has got on a little, so that it meets work in flight.
             if sum(struck.values()) < kills and committed() >= since + chosen.randint(2, 4):
                 kind = chosen.choice(kinds)
-                print(f"== {kind}, with {committed()} units committed", flush=True)
+                say(f"{kind}, with {committed()} units committed")
                 struck[kind] += strike(kind, driver.pid, chosen)
                 since = committed()
         if driver.returncode not in AGAIN:
             if driver.returncode:
                 sys.exit(f"the sweep ended with {driver.returncode}")
             return struck
-        print(f"== the driver ended with {driver.returncode}: running again", flush=True)
+        say(f"the driver ended with {driver.returncode}: running again")
 
 
 def check(num_prompts: int) -> None:
@@ -134,7 +140,15 @@ def check(num_prompts: int) -> None:
         v = run.read("v", prompt=prompt, layer=1, head=1).values
         z = run.read("z", prompt=prompt, layer=1, head=5).values
         np.testing.assert_allclose(z, pattern @ v, atol=1e-4)
-    print(f"== {num_prompts} prompts stored once, {report.objects} objects checked byte by byte")
+    say(f"{num_prompts} prompts stored once, {report.objects} objects checked byte by byte")
+
+
+def write_report(path: Path, title: str) -> None:
+    """Put what was said under its heading, whatever stood there before."""
+    section = f"## {title}\n\n```\n" + "\n".join(SAID) + "\n```\n"
+    before, *rest = path.read_text().split(f"## {title}\n")
+    after = rest[0].partition("\n## ") if rest else ("", "", "")
+    path.write_text(before + section + (f"\n## {after[2]}" if after[1] else ""))
 
 
 def main() -> None:
@@ -143,6 +157,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=1600)
     parser.add_argument("--minutes", type=float, default=0.0)
+    parser.add_argument("--report", type=Path)
     options = parser.parse_args()
     started = time.monotonic()
     struck: Counter[str] = Counter()
@@ -158,7 +173,10 @@ def main() -> None:
         sweeps += 1
     seconds = time.monotonic() - started
     how = ", ".join(f"{kind}: {count}" for kind, count in sorted(struck.items()))
-    print(f"== {sweeps} sweeps in {seconds:.0f} s ({how}): complete and bit-checked")
+    many = f"{sweeps} sweeps" if sweeps > 1 else "1 sweep"
+    say(f"{many} in {seconds:.0f} s ({how}): complete and bit-checked")
+    if options.report is not None:
+        write_report(options.report, "make sweeps" if options.minutes else "make sweep")
 
 
 if __name__ == "__main__":

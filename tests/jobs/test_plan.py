@@ -147,14 +147,9 @@ def write_parquet(path: Path) -> None:
 
 
 def write_hf_dataset(path: Path) -> None:
-    """As `datasets.Dataset.save_to_disk` lays it out."""
-    path.mkdir()
-    table = pa.Table.from_pylist(ROWS)
-    file = str(path / "data-00000-of-00001.arrow")
-    with pa.OSFile(file, "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    (path / "state.json").write_text("{}")
-    (path / "dataset_info.json").write_text("{}")
+    from datasets import Dataset
+
+    Dataset.from_list(ROWS).save_to_disk(path, num_shards=2)
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,10 @@ def test_a_run_that_was_stopped_damaged_and_killed_goes_on_each_time(
         assert run.process.poll() is None, "the run ended before it could be killed"
         run.kill()
 
+    prompts.unlink()
     with RunProcess(config) as last:
         assert last.finish() == 0, last.transcript()
+        assert last.named("source not readable"), "a resume needs nothing but the store"
         starting = last.named("starting")[0]
         assert 0 < starting["missing"] < starting["units"]
     assert not psutil.pid_exists(worker)
