@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from jobs.config import RunConfig
-from jobs.errors import ConfigError
+from jobs.errors import ConfigError, RunInterrupted
 from jobs.messages import (
     LossCause,
     Lost,
@@ -68,13 +68,21 @@ def connect(config: RunConfig, *, verbose: bool = False) -> None:
             raise ConfigError(f"no Ray cluster at {address!r}: {error}") from error
         return
     needed = config.workers.highest * (config.workers.num_cpus or 1.0)
-    ray.init(
-        address="local",  # Never somebody else's Ray that happens to run on this machine.
-        num_cpus=max(os.cpu_count() or 1, int(needed + 0.999)),
-        include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        **common,
-    )
+    try:
+        ray.init(
+            address="local",  # Never somebody else's Ray that happens to run on this machine.
+            num_cpus=max(os.cpu_count() or 1, int(needed + 0.999)),
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            **common,
+        )
+    except Exception as error:
+        # Policy: a Ray that does not start (bare exceptions of many kinds) interrupts the run. It
+        # gives up after half a minute, which a machine with too much to do may need.
+        disconnect()
+        raise RunInterrupted(
+            f"Ray did not start on this machine: {error}\nrun the same command again"
+        ) from error
 
 
 def disconnect() -> None:

@@ -19,7 +19,7 @@ from store.objects.open import open_store
 from tests.jobs.poison_main import POISON_TOKENS
 from tests.jobs.run_process import SLOW, RunProcess, assert_complete, texts
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 Configs = Callable[..., Path]
 

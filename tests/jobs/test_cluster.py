@@ -23,7 +23,7 @@ from jobs.submit import Submitted, submit
 from tests.jobs.run_process import SLOW, RunProcess, assert_complete, texts
 from tests.store.s3_servers import S3Server, free_ports, seaweedfs
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 Configs = Callable[..., Path]
 TEXTS = texts(150)

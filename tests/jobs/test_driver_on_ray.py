@@ -11,6 +11,7 @@ import pytest
 
 from jobs.errors import (
     ExitCode,
+    RunInterrupted,
     RunStopped,
 )
 from jobs.status import read_status
@@ -73,6 +74,19 @@ def test_a_hung_worker_is_killed_at_its_deadline(drive: Driven) -> None:
     assert len(drive.events("worker lost: deadline passed")) == 3
     failed = {name for name, (status, _) in statuses(config).items() if status == "failed"}
     assert failed == {"p5"}
+
+
+def test_a_ray_that_does_not_start_interrupts_the_run(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine with too much to do; nothing was lost, so running again goes on."""
+
+    def give_up(**_options: Any) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", give_up)
+    with pytest.raises(RunInterrupted, match="timed out during startup"):
+        driven(driven.config(TEXTS))
 
 
 def test_workers_that_never_start_stop_the_run(drive: Driven) -> None:

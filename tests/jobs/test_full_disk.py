@@ -14,7 +14,7 @@ import pytest
 
 from tests.jobs.run_process import RunProcess, assert_complete, texts
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from store.commit import committed_units, read_commit
 from store.objects.open import open_store
 from tests.jobs.run_process import SLOW, RunProcess, assert_complete, texts
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
 Configs = Callable[..., Path]
 
@@ -29,7 +29,7 @@ def test_killed_and_hung_ranks_and_a_killed_worker_cost_no_prompt(
 ) -> None:
     """Two workers of two ranks. The engine core lives in the worker's process and dies with it."""
     config = engine_config(
-        texts(3000),
+        texts(1500),
         engine={"tensor_parallel_size": 2, **SLOW},
         workers={"count": 2, "unit_deadline_seconds": 20},
     )
@@ -59,7 +59,7 @@ def test_a_run_that_was_stopped_damaged_and_killed_goes_on_each_time(
 ) -> None:
     """SIGTERM, changed settings and prompts, a commit deleted, a second driver, SIGKILL."""
     output = tmp_path / "run"
-    config = engine_config(texts(3000), engine=SLOW, workers={"drain_seconds": 200})
+    config = engine_config(texts(1500), engine=SLOW, workers={"drain_seconds": 200})
     with RunProcess(config) as run:
         run.wait_for("committed", 3)
         run.process.send_signal(signal.SIGTERM)
