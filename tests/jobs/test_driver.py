@@ -151,6 +151,17 @@ def test_a_unit_whose_commit_was_deleted_is_captured_anew(
     assert verify_run(objects, deep=True).ok
 
 
+def test_going_on_needs_nothing_but_the_store(drive: Driven, tmp_path: Path) -> None:
+    config = drive.config(TEXTS)
+    drive(config)
+    objects = open_store(config.output)
+    objects.delete(committed_units(objects)[4])
+    (tmp_path / "prompts.jsonl").unlink()
+    assert drive(config).exit_code is ExitCode.DONE
+    assert "going on from the stored plan" in str(drive.events("source not readable")[0]["detail"])
+    assert set(statuses(config).values()) == {("stored", None)}
+
+
 def test_a_quota_that_cannot_hold_the_run_refuses_it_before_any_worker(drive: Driven) -> None:
     with pytest.raises(QuotaExceeded, match="Raise max_bytes"):
         drive(drive.config(TEXTS, max_bytes=10_000))
