@@ -5,6 +5,7 @@ Knows names of objects and opened runs; never knows how a run is laid out inside
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,16 @@ import pyarrow.compute as pc
 import xarray as xr
 
 from store import keys
-from store.errors import RunError
+from store.errors import ObjectNotFound, RunError
 from store.objects.open import open_store
+from store.objects.protocol import ObjectStore
 from store.run import Run, open_run
 from store.run_index import Prompt
 from store.selection import describe
 
 MAX_RUNS = 10_000
+SEEN_OF_A_RUN = 1000
+_IN_A_RUN = re.compile(rf"(.*?/)?(?:{keys.CHECKS}|{keys.COMMITS}|{keys.DATA})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +67,56 @@ class Catalog(Mapping[str, Run]):
 
 
 def open_catalog(url: str, options: Mapping[str, Any] | None = None) -> Catalog:
-    """Return the runs under `url`, found by one listing for their `run.json`.
+    """Return the runs under `url`, found by listing for their `run.json`.
 
-    The listing goes over every object below `url`; point it at a folder of runs, not at a bucket
-    of other things. Raises `RunError` for more than 10,000 runs.
+    What lies inside a large run is passed over, other objects below `url` are not: point it at a
+    folder of runs, not at a bucket of other things. Raises `RunError` for more than 10,000 runs.
     """
-    objects = open_store(url, options)
     root = url.rstrip("/")
     entries: list[CatalogEntry] = []
-    ending = f"/{keys.RUN}"
-    for info in objects.list(""):
-        if info.name == keys.RUN or info.name.endswith(ending):
-            name = info.name[: -len(ending)] if info.name != keys.RUN else "."
-            entries.append(CatalogEntry(name, root if name == "." else f"{root}/{name}"))
-            if len(entries) > MAX_RUNS:
-                raise RunError(f"more than {MAX_RUNS} runs under {url}; open a folder further down")
+    for folder in _run_folders(open_store(url, options)):
+        entries.append(CatalogEntry(folder or ".", f"{root}/{folder}" if folder else root))
+        if len(entries) > MAX_RUNS:
+            raise RunError(f"more than {MAX_RUNS} runs under {url}; open a folder further down")
     return Catalog(sorted(entries, key=lambda entry: entry.name), options)
+
+
+def _run_folders(objects: ObjectStore) -> Iterator[str]:
+    """Yield the folder of every run, "" for the store's own root.
+
+    A run's own objects are skipped once they fill a page: a listing goes on after the run.
+    """
+    after: str | None = ""
+    others: set[str] = set()
+    while after is not None:
+        listing, after = objects.list("", after=after), None
+        within, seen = "", 0
+        for info in listing:
+            parent, _, last = info.name.rpartition("/")
+            if last == keys.RUN:
+                yield parent
+            found = _IN_A_RUN.match(info.name)
+            if found is None or (folder := found[1] or "") in others:
+                continue
+            within, seen = folder, seen + 1 if folder == within else 1
+            if seen <= SEEN_OF_A_RUN:
+                continue
+            name = folder.rstrip("/")
+            if not _has_object(objects, folder + keys.RUN):
+                others.add(folder)
+                continue
+            yield name
+            # The tilde sorts behind every name that an object of a run can have.
+            after = f"{folder}~"
+            break
+
+
+def _has_object(objects: ObjectStore, name: str) -> bool:
+    try:
+        objects.size(name)
+    except ObjectNotFound:
+        return False
+    return True
 
 
 def diff(

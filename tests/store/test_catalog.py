@@ -6,9 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from store import catalog
 from store.catalog import diff, open_catalog
 from store.errors import RunError
+from store.objects.fsspec_store import FsspecStore
 from store.objects.local import LocalStore
+from store.objects.obstore_store import ObstoreStore
 from store.run import Run, open_run
 from tests.store.sample_run import SampleShape, capture, sample_units, write_manifests, write_run
 
@@ -30,15 +33,52 @@ def folder(tmp_path):
 
 
 def test_lists_and_opens_runs(folder) -> None:
-    catalog = open_catalog(str(folder))
-    assert list(catalog) == ["bfloat16", "float32", "other/deep"]
-    assert catalog["other/deep"].read("z", prompt="p0").shape == (2, 4, 9, 16)
-    table = catalog.table().to_pylist()
+    runs = open_catalog(str(folder))
+    assert list(runs) == ["bfloat16", "float32", "other/deep"]
+    assert runs["other/deep"].read("z", prompt="p0").shape == (2, 4, 9, 16)
+    table = runs.table().to_pylist()
     assert [row["stored"] for row in table] == [4, 4, 1]
     assert [row["dtype"] for row in table] == ["bfloat16", "float32", "float32"]
-    assert "3 runs" in repr(catalog)
+    assert "3 runs" in repr(runs)
     assert list(open_catalog(str(folder / "float32"))) == ["."]
     assert len(open_catalog(str(folder / "other" / "deep" / "plan"))) == 0
+
+
+@pytest.mark.parametrize("url", ["local", "memory", "fsspec"])
+def test_the_inside_of_a_large_run_is_passed_over(url, tmp_path, monkeypatch) -> None:
+    objects = {
+        "local": lambda: LocalStore(tmp_path),
+        "memory": lambda: ObstoreStore("memory://catalog/big"),
+        "fsspec": lambda: FsspecStore("memory://catalog-big"),
+    }[url]()
+    monkeypatch.setattr(catalog, "SEEN_OF_A_RUN", 5)
+    names = [f"{run}/run.json" for run in ("a-b", "a", "a0", "deep/a", "b/data/c")]
+    for folder in ("a", "a-b", "deep/a", "plain", "plain/data/x"):
+        names += [f"{folder}/{part}/{i}" for part in ("commits", "data") for i in range(20)]
+    for name in names:
+        objects.put(name, [b"{}"])
+    listed = []
+
+    class Watched:
+        def __getattr__(self, name):
+            return getattr(objects, name)
+
+        def list(self, prefix, *, after=""):
+            for info in objects.list(prefix, after=after):
+                listed.append(info.name)
+                yield info
+
+    found = list(catalog._run_folders(Watched()))
+    assert sorted(found) == ["a", "a-b", "a0", "b/data/c", "deep/a"]
+    assert not [name for name in listed if name.startswith(("a/data", "a-b/data", "deep/a/data"))]
+    assert len([name for name in listed if name.startswith("plain/")]) == 80
+
+
+def test_a_run_at_the_root_is_one_run(tmp_path, monkeypatch) -> None:
+    write_run(LocalStore(tmp_path), SampleShape(), [[4], [5]])
+    for seen in (0, 1000):
+        monkeypatch.setattr(catalog, "SEEN_OF_A_RUN", seen)
+        assert list(open_catalog(str(tmp_path))) == ["."]
 
 
 def test_diff_is_the_plain_difference(folder) -> None:
