@@ -27,21 +27,10 @@ import numpy as np
 import pyarrow as pa
 
 from capture.settings import EngineFacts, UnitResult, UnitStatus
+from jobs import messages
 from jobs.config_file import parse_config
 from jobs.dispatch import Dispatcher
 from jobs.fleet import DispatchLimits
-from jobs.messages import (
-    LossCause,
-    Lost,
-    Placed,
-    PoolEvent,
-    Reported,
-    Started,
-    UnitOrder,
-    WorkerFacts,
-    WorkerId,
-    WorkReport,
-)
 from jobs.plan import read_unit_table, write_plan
 from jobs.prepare import done_mask
 from jobs.schedule import Schedule, UnitTable
@@ -64,40 +53,40 @@ class InstantPool:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._events: deque[PoolEvent] = deque()
-        self._held: dict[WorkerId, deque[UnitOrder]] = {}
+        self._events: deque[messages.PoolEvent] = deque()
+        self._held: dict[messages.WorkerId, deque[messages.UnitOrder]] = {}
         self._next = 0
 
-    def spawn(self) -> WorkerId:
+    def spawn(self) -> messages.WorkerId:
         number, self._next = self._next, self._next + 1
         self._held[number] = deque()
-        facts = WorkerFacts("node", number, EngineFacts(_MODEL, 64), 0.0)
-        self._events += [Placed(number), Started(number, facts)]
+        facts = messages.WorkerFacts("node", number, EngineFacts(_MODEL, 64), 0.0)
+        self._events += [messages.Placed(number), messages.Started(number, facts)]
         return number
 
-    def send(self, worker: WorkerId, order: UnitOrder | None) -> None:
+    def send(self, worker: messages.WorkerId, order: messages.UnitOrder | None) -> None:
         held = self._held[worker]
         if order is not None:
             held.append(order)
             if len(held) < 2 and not order.batch_prompts:
-                self._events.append(Reported(worker, WorkReport()))
+                self._events.append(messages.Reported(worker, messages.WorkReport()))
                 return
         if self._random.random() < WORKER_DEATHS:
-            self._events.append(Lost(worker, LossCause.DIED, "killed"))
+            self._events.append(messages.Lost(worker, messages.LossCause.DIED, "killed"))
             return
         results = (self._result(held.popleft()),) if held else ()
-        self._events.append(Reported(worker, WorkReport(results=results)))
+        self._events.append(messages.Reported(worker, messages.WorkReport(results=results)))
 
-    def kill(self, worker: WorkerId) -> None:
+    def kill(self, worker: messages.WorkerId) -> None:
         self._held.pop(worker, None)
 
-    def poll(self, timeout: float) -> list[PoolEvent]:
+    def poll(self, timeout: float) -> list[messages.PoolEvent]:
         del timeout
         events = [event for event in self._events if event.worker in self._held]
         self._events.clear()
         return events
 
-    def _result(self, order: UnitOrder) -> UnitResult:
+    def _result(self, order: messages.UnitOrder) -> UnitResult:
         failed = self._random.random() < UNIT_FAILURES
         return UnitResult(
             order.unit,

@@ -32,14 +32,14 @@ _TIMED_UNITS = 16
 class RunStatus:
     """The whole run in numbers."""
 
-    units_planned: int = 0
-    units_committed: int = 0
-    units_quarantined: int = 0
-    prompts_planned: int = 0
-    prompts_stored: int = 0
-    prompts_failed: int = 0
-    prompts_skipped: int = 0
-    bytes: int = 0
+    units_planned: int
+    units_committed: int
+    units_quarantined: int
+    prompts_planned: int
+    prompts_stored: int
+    prompts_failed: int
+    prompts_skipped: int
+    bytes: int
     bound: Bound | None = None
     """What the units committed last waited for; None where their commits do not tell."""
 

@@ -9,59 +9,52 @@ import time
 import traceback
 from collections import deque
 
+from jobs import messages
 from jobs.config import RunConfig
-from jobs.messages import (
-    Placed,
-    PoolEvent,
-    Reported,
-    Started,
-    StartFailed,
-    UnitOrder,
-    WorkerId,
-    WorkerSpec,
-)
 from jobs.worker import CaptureWorker
 
 
 class LocalPool:
     """Runs one call of each worker at every poll."""
 
-    def __init__(self, config: RunConfig, spec: WorkerSpec, worker: type[CaptureWorker]) -> None:
+    def __init__(
+        self, config: RunConfig, spec: messages.WorkerSpec, worker: type[CaptureWorker]
+    ) -> None:
         del config
         self._make = lambda: worker(spec)
-        self._workers: dict[WorkerId, CaptureWorker] = {}
-        self._calls: dict[WorkerId, deque[UnitOrder | None]] = {}
-        self._fresh: list[WorkerId] = []
+        self._workers: dict[messages.WorkerId, CaptureWorker] = {}
+        self._calls: dict[messages.WorkerId, deque[messages.UnitOrder | None]] = {}
+        self._fresh: list[messages.WorkerId] = []
         self._spawned = 0
 
-    def spawn(self) -> WorkerId:
+    def spawn(self) -> messages.WorkerId:
         number, self._spawned = self._spawned, self._spawned + 1
         self._fresh.append(number)
         return number
 
-    def send(self, worker: WorkerId, order: UnitOrder | None) -> None:
+    def send(self, worker: messages.WorkerId, order: messages.UnitOrder | None) -> None:
         self._calls[worker].append(order)
 
-    def kill(self, worker: WorkerId) -> None:
+    def kill(self, worker: messages.WorkerId) -> None:
         self._workers.pop(worker, None)
         self._calls.pop(worker, None)
 
-    def poll(self, timeout: float) -> list[PoolEvent]:
-        events: list[PoolEvent] = []
+    def poll(self, timeout: float) -> list[messages.PoolEvent]:
+        events: list[messages.PoolEvent] = []
         for number in self._fresh:
-            events.append(Placed(number))
+            events.append(messages.Placed(number))
             made = self._make()
             made.place = lambda: "here"  # type: ignore[method-assign]
             try:
-                events.append(Started(number, made.start()))
+                events.append(messages.Started(number, made.start()))
             except Exception:  # noqa: BLE001 - whatever it was, the worker did not start
-                events.append(StartFailed(number, traceback.format_exc()))
+                events.append(messages.StartFailed(number, traceback.format_exc()))
                 continue
             self._workers[number], self._calls[number] = made, deque()
         self._fresh.clear()
         for number, worker in self._workers.items():
             if self._calls[number]:
-                events.append(Reported(number, worker.work(self._calls[number].popleft())))
+                events.append(messages.Reported(number, worker.work(self._calls[number].popleft())))
         if not events:
             time.sleep(min(timeout, 0.02))
         return events

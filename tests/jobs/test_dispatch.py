@@ -7,20 +7,9 @@ from typing import Any
 import numpy as np
 
 from capture.settings import EngineFacts, UnitResult, UnitStatus
+from jobs import messages
 from jobs.dispatch import Dispatcher
 from jobs.fleet import DispatchLimits
-from jobs.messages import (
-    LossCause,
-    Lost,
-    Placed,
-    PoolEvent,
-    Reported,
-    Started,
-    UnitOrder,
-    WorkerFacts,
-    WorkerId,
-    WorkReport,
-)
 from jobs.schedule import Schedule, UnitTable
 from tests.jobs.fake_worker import model_manifest
 
@@ -29,36 +18,36 @@ class ScriptedPool:
     """Does nothing by itself; the test says what happens."""
 
     def __init__(self) -> None:
-        self.events: list[PoolEvent] = []
-        self.sent: list[tuple[WorkerId, UnitOrder | None]] = []
-        self.killed: list[WorkerId] = []
+        self.events: list[messages.PoolEvent] = []
+        self.sent: list[tuple[messages.WorkerId, messages.UnitOrder | None]] = []
+        self.killed: list[messages.WorkerId] = []
         self.spawned = 0
 
-    def spawn(self) -> WorkerId:
+    def spawn(self) -> messages.WorkerId:
         self.spawned += 1
         return self.spawned - 1
 
-    def send(self, worker: WorkerId, order: UnitOrder | None) -> None:
+    def send(self, worker: messages.WorkerId, order: messages.UnitOrder | None) -> None:
         self.sent.append((worker, order))
 
-    def kill(self, worker: WorkerId) -> None:
+    def kill(self, worker: messages.WorkerId) -> None:
         self.killed.append(worker)
 
-    def poll(self, timeout: float) -> list[PoolEvent]:
+    def poll(self, timeout: float) -> list[messages.PoolEvent]:
         del timeout
         events, self.events = self.events, []
         return events
 
-    def start(self, worker: WorkerId, node: str = "node") -> None:
-        facts = WorkerFacts(node, 1, EngineFacts(model_manifest("0" * 16), 64), 0.0)
-        self.events += [Placed(worker), Started(worker, facts)]
+    def start(self, worker: messages.WorkerId, node: str = "node") -> None:
+        facts = messages.WorkerFacts(node, 1, EngineFacts(model_manifest("0" * 16), 64), 0.0)
+        self.events += [messages.Placed(worker), messages.Started(worker, facts)]
 
-    def orders(self, worker: WorkerId | None = None) -> list[UnitOrder]:
+    def orders(self, worker: messages.WorkerId | None = None) -> list[messages.UnitOrder]:
         return [o for w, o in self.sent if o is not None and worker in (None, w)]
 
-    def commit(self, worker: WorkerId, order: UnitOrder, **fields: Any) -> None:
+    def commit(self, worker: messages.WorkerId, order: messages.UnitOrder, **fields: Any) -> None:
         result = UnitResult(order.unit, order.attempt, UnitStatus.COMMITTED, **fields)
-        self.events.append(Reported(worker, WorkReport(results=(result,))))
+        self.events.append(messages.Reported(worker, messages.WorkReport(results=(result,))))
 
 
 def dispatcher(
@@ -82,7 +71,7 @@ def test_long_units_go_first_and_a_worker_holds_one_more_than_fits() -> None:
     drive.step(1, 0)
     drive.step(2, 0)
     assert [order.num_tokens for order in pool.orders()] == [50, 40]
-    pool.events.append(Reported(0, WorkReport()))
+    pool.events.append(messages.Reported(0, messages.WorkReport()))
     drive.step(3, 0)
     drive.step(4, 0)
     assert [order.num_tokens for order in pool.orders()] == [50, 40, 20]
@@ -93,14 +82,18 @@ def test_long_units_go_first_and_a_worker_holds_one_more_than_fits() -> None:
 
 
 def test_a_lost_node_charges_nobody_and_a_death_charges_what_ran() -> None:
-    for cause, charged in ((LossCause.NODE_LOST, 0), (LossCause.PREEMPTED, 0), (LossCause.DIED, 1)):
+    for cause, charged in (
+        (messages.LossCause.NODE_LOST, 0),
+        (messages.LossCause.PREEMPTED, 0),
+        (messages.LossCause.DIED, 1),
+    ):
         drive, pool, schedule, _ = dispatcher([1, 1], units_in_flight=1)
         drive.step(0, 0)
         pool.start(0)
         drive.step(1, 0)
         drive.step(2, 0)
         assert len(pool.orders()) == 2
-        pool.events.append(Lost(0, cause, "gone"))
+        pool.events.append(messages.Lost(0, cause, "gone"))
         drive.step(3, 0)
         assert [schedule.charges(0), schedule.charges(1)] == [charged, 0]
 
@@ -114,7 +107,7 @@ def test_a_unit_under_suspicion_runs_alone() -> None:
     drive.step(2, 0)
     first = pool.orders(0)[0]
     result = UnitResult(first.unit, first.attempt, UnitStatus.FAILED, error="ValueError: no")
-    pool.events.append(Reported(0, WorkReport(results=(result,))))
+    pool.events.append(messages.Reported(0, messages.WorkReport(results=(result,))))
     drive.step(3, 0)
     assert schedule.charges(first.unit) == 1
     for now in range(4, 12):
@@ -233,9 +226,11 @@ def test_what_befalls_a_unit_is_logged_with_unit_attempt_worker_and_rank() -> No
     drive.step(2, 0)
     first, second = pool.orders()
     failed = UnitResult(first.unit, first.attempt, UnitStatus.FAILED, error="E: no", rank=1)
-    pool.events.append(Reported(0, WorkReport(results=(failed,))))
+    pool.events.append(messages.Reported(0, messages.WorkReport(results=(failed,))))
     drive.step(3, 0)
-    pool.events.append(Reported(0, WorkReport(dead="EngineDead: gone", dead_rank=1)))
+    pool.events.append(
+        messages.Reported(0, messages.WorkReport(dead="EngineDead: gone", dead_rank=1))
+    )
     drive.step(4, 0)
     fields = dict(said)["unit failed"]
     named = ("unit", "attempt", "worker", "rank", "error")

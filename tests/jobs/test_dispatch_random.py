@@ -12,21 +12,9 @@ import numpy as np
 import pytest
 
 from capture.settings import EngineFacts, UnitResult, UnitStatus
+from jobs import messages
 from jobs.dispatch import Dispatcher
 from jobs.fleet import DispatchLimits
-from jobs.messages import (
-    LossCause,
-    Lost,
-    Placed,
-    PoolEvent,
-    Reported,
-    Started,
-    StartFailed,
-    UnitOrder,
-    WorkerFacts,
-    WorkerId,
-    WorkReport,
-)
 from jobs.schedule import Schedule, UnitTable
 from tests.jobs.fake_worker import model_manifest
 
@@ -39,53 +27,61 @@ class FaultyPool:
     def __init__(self, chance: random.Random, poison: set[tuple[int, int]]) -> None:
         self._chance = chance
         self._poison = poison
-        self._calls: dict[WorkerId, list[UnitOrder | None]] = {}
-        self._inside: dict[WorkerId, list[UnitOrder]] = {}
-        self._reached: dict[WorkerId, int] = {}
-        self._starting: list[WorkerId] = []
-        self._hung: set[WorkerId] = set()
+        self._calls: dict[messages.WorkerId, list[messages.UnitOrder | None]] = {}
+        self._inside: dict[messages.WorkerId, list[messages.UnitOrder]] = {}
+        self._reached: dict[messages.WorkerId, int] = {}
+        self._starting: list[messages.WorkerId] = []
+        self._hung: set[messages.WorkerId] = set()
         self._spawned = 0
-        self.committed: dict[int, list[UnitOrder]] = {}
+        self.committed: dict[int, list[messages.UnitOrder]] = {}
 
-    def spawn(self) -> WorkerId:
+    def spawn(self) -> messages.WorkerId:
         number, self._spawned = self._spawned, self._spawned + 1
         self._starting.append(number)
         return number
 
-    def send(self, worker: WorkerId, order: UnitOrder | None) -> None:
+    def send(self, worker: messages.WorkerId, order: messages.UnitOrder | None) -> None:
         self._calls[worker].append(order)
         assert len(self._calls[worker]) <= 2, "more calls than a worker may have open"
 
-    def kill(self, worker: WorkerId) -> None:
+    def kill(self, worker: messages.WorkerId) -> None:
         for held in (self._calls, self._inside, self._reached):
             held.pop(worker, None)
         self._hung.discard(worker)
         if worker in self._starting:
             self._starting.remove(worker)
 
-    def poll(self, timeout: float) -> list[PoolEvent]:
+    def poll(self, timeout: float) -> list[messages.PoolEvent]:
         del timeout
-        events: list[PoolEvent] = []
+        events: list[messages.PoolEvent] = []
         for worker in list(self._starting):
             self._starting.remove(worker)
             if self._chance.random() < 0.1:
-                events.append(StartFailed(worker, "no memory", LossCause.NODE_LOST))
+                events.append(
+                    messages.StartFailed(worker, "no memory", messages.LossCause.NODE_LOST)
+                )
                 continue
             self._calls[worker], self._inside[worker] = [], []
-            facts = WorkerFacts("node", worker, EngineFacts(model_manifest("0" * 16), 64), 0.0)
-            events += [Placed(worker), Started(worker, facts)]
+            facts = messages.WorkerFacts(
+                "node", worker, EngineFacts(model_manifest("0" * 16), 64), 0.0
+            )
+            events += [messages.Placed(worker), messages.Started(worker, facts)]
         for worker in list(self._calls):
             if self._calls[worker] and worker not in self._hung:
                 events += self._answer(worker)
         return events
 
-    def _answer(self, worker: WorkerId) -> list[PoolEvent]:
+    def _answer(self, worker: messages.WorkerId) -> list[messages.PoolEvent]:
         luck = self._chance.random()
         if luck < 0.01:
             self._hung.add(worker)
             return []
         if luck < 0.04:
-            causes = [LossCause.DIED, LossCause.NODE_LOST, LossCause.PREEMPTED]
+            causes = [
+                messages.LossCause.DIED,
+                messages.LossCause.NODE_LOST,
+                messages.LossCause.PREEMPTED,
+            ]
             return [self._lose(worker, self._chance.choice(causes))]
         order = self._calls[worker].pop(0)
         inside = self._inside[worker]
@@ -95,15 +91,17 @@ class FaultyPool:
             inside.append(order)
             self._reached[worker] = 0
             if len(inside) < IN_FLIGHT and not order.batch_prompts:
-                return [Reported(worker, WorkReport())]
+                return [messages.Reported(worker, messages.WorkReport())]
         for held in inside:
             if not held.batch_prompts and self._kills(held):
-                return [self._lose(worker, LossCause.DIED)]
+                return [self._lose(worker, messages.LossCause.DIED)]
         if inside and inside[0].batch_prompts:
             return [self._one_prompt(worker, inside[0])]
         return [self._finished(worker, inside.pop(0))]
 
-    def _one_prompt(self, worker: WorkerId, order: UnitOrder) -> PoolEvent:
+    def _one_prompt(
+        self, worker: messages.WorkerId, order: messages.UnitOrder
+    ) -> messages.PoolEvent:
         place = self._reached[worker]
         masked = dict(order.masked)
         while place in masked:
@@ -113,26 +111,28 @@ class FaultyPool:
             return self._finished(worker, order)
         if (order.unit, place) in self._poison:
             finished = {order.unit: place}
-            return Reported(worker, WorkReport(finished=finished, dead="ValueError: poison"))
+            return messages.Reported(
+                worker, messages.WorkReport(finished=finished, dead="ValueError: poison")
+            )
         self._reached[worker] = place + 1
-        return Reported(worker, WorkReport(finished={order.unit: place + 1}))
+        return messages.Reported(worker, messages.WorkReport(finished={order.unit: place + 1}))
 
-    def _finished(self, worker: WorkerId, order: UnitOrder) -> PoolEvent:
+    def _finished(self, worker: messages.WorkerId, order: messages.UnitOrder) -> messages.PoolEvent:
         status, error = UnitStatus.COMMITTED, None
         if self._chance.random() < 0.03:
             status, error = UnitStatus.FAILED, "StoreError: busy"
         else:
             self.committed.setdefault(order.unit, []).append(order)
         result = UnitResult(order.unit, order.attempt, status, error=error, stored=1)
-        return Reported(worker, WorkReport(results=(result,)))
+        return messages.Reported(worker, messages.WorkReport(results=(result,)))
 
-    def _kills(self, order: UnitOrder) -> bool:
+    def _kills(self, order: messages.UnitOrder) -> bool:
         masked = dict(order.masked)
         return any(unit == order.unit and p not in masked for unit, p in self._poison)
 
-    def _lose(self, worker: WorkerId, cause: LossCause) -> PoolEvent:
+    def _lose(self, worker: messages.WorkerId, cause: messages.LossCause) -> messages.PoolEvent:
         self.kill(worker)
-        return Lost(worker, cause, "it died")
+        return messages.Lost(worker, cause, "it died")
 
 
 # The last four once ended a run early: a unit that came back was done by its double meanwhile.
