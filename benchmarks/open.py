@@ -146,9 +146,10 @@ def commit_of(unit: int) -> Commit:
     """Return a commit as a 16,384-token unit of a 36-layer model has it."""
     arrays, records = [], [ObjectRecord(name="zarr.json", bytes=120, crc32c="0" * 8)]
     for site in SITES:
-        heads = 8 if site in ("rot_k", "v") else 32
+        is_kv = site in ("rot_k", "v")
+        heads, head_dim = (8, "kv_head") if is_kv else (32, "head")
         array = ArrayRecord(
-            site=site, dtype="bfloat16", dims=["layer", "token", "head", "d_head"],
+            site=site, dtype="bfloat16", dims=["layer", "token", head_dim, "d_head"],
             layers=list(range(LAYERS)), heads=list(range(heads)), num_tokens=ROWS, head_size=128,
             shard_tokens=min(ROWS, (64 << 20) // (heads * 256)), shard_heads=heads,
             chunk_tokens=256, group_heads=4, codec="raw", tags=True,

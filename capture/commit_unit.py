@@ -165,13 +165,15 @@ def commit_captured_unit(
     reports: Sequence[RankReport],
     timings: dict[str, float],
     *,
+    model_crc32c: str | None = None,
     said: dict[int, Continuation] | None = None,
 ) -> tuple[CommitResult, Commit]:
     """Check the ranks' reports against the task and make the one create-only commit.
 
     `reasons` says why prompts (by place in the unit) were not captured, `said` what was generated
-    after the others, where anything was. Raises `RowsMissing` where
-    anything is missing or there twice, and the store's `CommitRefused` where objects are.
+    after the others, where anything was; `model_crc32c` is the model's fingerprint. Raises
+    `RowsMissing` where anything is missing or there twice, and the store's `CommitRefused` where
+    objects are.
     """
     total, entries = layout.total_rows, int(first_entries(layout)[-1])
     records = _rank_objects(shape, layout, reports)
@@ -200,6 +202,7 @@ def commit_captured_unit(
         attempt=task.attempt,
         repair=task.repair,
         first_prompt=task.first_prompt,
+        model_crc32c=model_crc32c,
         prompts=_outcomes(task, layout, reasons),
         arrays=arrays,
         objects=sorted(records, key=lambda record: record.name),

@@ -368,6 +368,7 @@ class CaptureEngine:
                     unit.reasons,
                     reports,
                     timings,
+                    model_crc32c=self.facts.model.fingerprint,
                     said=unit.said,
                 )
             except Exception as refused:  # noqa: BLE001

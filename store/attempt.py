@@ -15,8 +15,6 @@ from store.run_format import ArrayRecord, ObjectRecord
 from store.shard import EncodedShard
 from store.zarr_metadata import array_metadata, group_metadata
 
-GROUP_METADATA = "zarr.json"
-
 
 class AttemptWriter:
     """Puts the objects of attempt `attempt` at `unit`; usable from several threads at once."""
@@ -56,7 +54,7 @@ class AttemptWriter:
     def put_metadata(self, arrays: Sequence[ArrayRecord]) -> list[ObjectRecord]:
         """Put the zarr.json of the group and of every array, and return their records."""
         group = group_metadata(run_id=self._run_id, unit=self._unit, attempt=self._attempt)
-        records = [self.put_object(GROUP_METADATA, group)]
+        records = [self.put_object(keys.GROUP_METADATA, group)]
         for array in arrays:
             document = array_metadata(array, run_id=self._run_id, unit=self._unit)
             records.append(self.put_object(keys.array_metadata_key(array.site), document))

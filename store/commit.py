@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from store import keys
-from store.codec import Codec
+from store.commit_problems import commit_problems
 from store.errors import (
     CommitRefused,
     DamagedObject,
@@ -21,15 +21,11 @@ from store.errors import (
     StoreError,
     UnitNotFound,
 )
-from store.geometry import CHECKSUM_BYTES, ArrayGeometry
 from store.objects.protocol import ObjectStore
-from store.packed_pattern import num_entries
-from store.run_format import ArrayRecord, Commit, Outcome
+from store.run_format import Commit
 from store.sealed_json import MAX_JSON_BYTES
-from store.shard_index import chunk_offsets
 
 _LISTED_PROBLEMS = 5
-_BLOSC_OVERHEAD = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,90 +162,3 @@ def missing_objects(commit: Commit, listed: dict[str, int]) -> Iterator[str]:
             yield f"{record.name} is missing"
         elif size != record.bytes:
             yield f"{record.name} has {size} bytes where the commit says {record.bytes}"
-
-
-def commit_problems(commit: Commit) -> list[str]:
-    """Return what contradicts itself inside a commit: rows, shards, sizes. Reads nothing."""
-    return [*_row_problems(commit), *_array_problems(commit)]
-
-
-def _row_problems(commit: Commit) -> Iterator[str]:
-    prompts = commit.prompts
-    columns = (prompts.outcome, prompts.first_row, prompts.num_rows, prompts.first_position)
-    if len({len(column) for column in columns}) != 1:
-        yield f"prompt columns of lengths {[len(column) for column in columns]}"
-        return
-    row = 0
-    for place, outcome in enumerate(prompts.outcome):
-        if outcome is Outcome.STORED:
-            if prompts.first_row[place] != row or prompts.num_rows[place] < 1:
-                yield (
-                    f"prompt {place} has {prompts.num_rows[place]} rows from "
-                    f"{prompts.first_row[place]}, "
-                    f"expected some from {row}"
-                )
-            row = prompts.first_row[place] + prompts.num_rows[place]
-        elif prompts.num_rows[place]:
-            yield f"prompt {place} is {outcome} and has {prompts.num_rows[place]} rows"
-        elif str(place) not in prompts.reasons:
-            yield f"prompt {place} is {outcome} without a reason"
-    entries = sum(num_entries(rows) for rows in prompts.num_rows)
-    for array in commit.arrays:
-        expected = entries if array.is_packed else row
-        if array.num_tokens != expected:
-            kind = "entries" if array.is_packed else "rows"
-            yield f"array {array.site} holds {array.num_tokens} {kind}, its prompts {expected}"
-
-
-def _array_problems(commit: Commit) -> Iterator[str]:
-    sizes = {record.name: record.bytes for record in commit.objects}
-    if len(sizes) != len(commit.objects):
-        yield "an object is named twice"
-    sites = [array.site for array in commit.arrays]
-    if len(set(sites)) != len(sites):
-        yield f"a site is there twice: {sites}"
-    shards: set[str] = set()
-    for name in ["zarr.json", *map(keys.array_metadata_key, sites)] if sites else []:
-        if name not in sizes:
-            yield f"{name} is not among the commit's objects"
-    for array in commit.arrays:
-        try:
-            geometry = array.geometry()
-        except FormatError as error:
-            yield str(error)
-            continue
-        if geometry.num_layers * geometry.num_token_shards * geometry.num_head_shards > len(sizes):
-            yield f"array {array.site} has more shards than the commit has objects"
-            continue
-        for layer, token_shard, head_shard in geometry.shard_places():
-            name = array.shard_name(layer, token_shard, head_shard)
-            shards.add(name)
-            problem = _shard_problem(array, geometry, name, token_shard, sizes.get(name))
-            if problem:
-                yield problem
-        if array.codec is Codec.RAW and array.chunk_sizes:
-            yield f"array {array.site} is raw and lists chunk sizes"
-    for name in sizes:
-        if "/c/" in name and name not in shards:
-            yield f"{name} belongs to no array"
-
-
-def _shard_problem(
-    array: ArrayRecord, geometry: ArrayGeometry, name: str, token_shard: int, size: int | None
-) -> str | None:
-    if size is None:
-        return f"{name} is not among the commit's objects"
-    if array.codec is Codec.RAW:
-        expected = geometry.raw_shard_bytes(token_shard)
-    else:
-        try:
-            chunk_sizes = array.stored_sizes(geometry, token_shard, name)
-        except FormatError as error:
-            return str(error)
-        largest = geometry.chunk_bytes + _BLOSC_OVERHEAD + CHECKSUM_BYTES
-        if chunk_sizes.size and not (
-            CHECKSUM_BYTES < chunk_sizes.min() <= chunk_sizes.max() <= largest
-        ):
-            return f"{name} has chunks of {chunk_sizes.min()} to {chunk_sizes.max()} bytes"
-        expected = int(chunk_offsets(geometry, chunk_sizes)[-1]) + geometry.index_bytes
-    return None if size == expected else f"{name} has {size} bytes where its chunks take {expected}"

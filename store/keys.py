@@ -19,6 +19,8 @@ REPAIRED = "commits/repaired/"
 SNAPSHOTS = "snapshots/"
 CHECKS = "checks/"
 OWNERS = "owners/"
+GROUP_METADATA = "zarr.json"
+"""The name of the group's metadata inside its attempt."""
 
 BEFORE_PLAN = "p"
 """Sorts before `plan/` and `snapshots/` and after all folders that grow with a run: one listing of

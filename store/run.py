@@ -96,7 +96,7 @@ class Run(AcrossPrompts):
     def __init__(self, objects: ObjectStore, reading: ReadOptions) -> None:
         self._objects = objects
         self._reader = ArrayReader(objects, reading)
-        with looking(objects, keys.RUN) as (first, begin):
+        with looking(objects, keys.RUN, keys.MODEL) as (first, begin):
             try:
                 data = first.get(keys.RUN, max_bytes=MAX_JSON_BYTES)
             except ObjectNotFound as error:
@@ -129,13 +129,10 @@ class Run(AcrossPrompts):
     def model(self) -> RunModel:
         """The captured model. Raises `RunError` while no engine has started yet."""
         if self._model is None:
-            try:
-                data = self._objects.get(keys.MODEL, max_bytes=MAX_JSON_BYTES)
-            except ObjectNotFound as error:
-                raise RunError(
-                    f"{self.url} has no {keys.MODEL} yet: no engine has started"
-                ) from error
-            self._model = _run_model(self._manifest, ModelManifest.from_bytes(data, keys.MODEL))
+            model = self._index.model()
+            if model is None:
+                raise RunError(f"{self.url} has no {keys.MODEL} yet: no engine has started")
+            self._model = _run_model(self._manifest, model)
         return self._model
 
     @property

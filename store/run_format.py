@@ -17,7 +17,7 @@ from store import keys
 from store.codec import Codec
 from store.errors import FormatError
 from store.geometry import ArrayGeometry
-from store.sealed_json import seal, unseal
+from store.sealed_json import checksum_of, seal, unseal
 from store.shard_index import raw_chunk_sizes, unpack_chunk_sizes
 
 FORMAT_VERSION: Final = 1
@@ -125,6 +125,12 @@ class ModelManifest(Document):
     hidden_size: Annotated[int, Field(ge=1)]
     layers: list[LayerSemantics]
     versions: dict[str, str] = {}
+
+    @property
+    def fingerprint(self) -> str:
+        """The crc32c of what the model computes, whichever run and library versions it is from."""
+        described = {"architecture", "dtype", "hidden_size", "layers"}
+        return checksum_of(self.model_dump(mode="json", include=described, exclude_none=True))
 
 
 class PlanFile(Part):
@@ -327,6 +333,8 @@ class Commit(Document):
     attempt: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}$")]
     repair: Count = 0
     first_prompt: Count
+    model_crc32c: Hex32 | None = None
+    """The fingerprint of model.json; the first runs of version 1 have none."""
     prompts: PromptOutcomes
     arrays: list[ArrayRecord]
     objects: list[ObjectRecord]

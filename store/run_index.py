@@ -25,13 +25,14 @@ from store import keys
 from store.ahead import Begin, Begun, asked_at_once
 from store.commit import read_commit
 from store.committed_units import CommittedUnits
-from store.errors import FormatError, PromptNotFound, PromptNotStored
+from store.errors import DamagedObject, FormatError, PromptNotFound, PromptNotStored, RunError
 from store.generated import GENERATED, Continuation, read_generated
+from store.model_check import model_contradictions, read_model
 from store.objects.protocol import ObjectStore
 from store.plan import FIRST_MANIFEST, read_segments
 from store.plan_tables import PlanTables, PromptTokens
 from store.planned_units import row_contradiction
-from store.run_format import Commit, Outcome, PlanManifest
+from store.run_format import Commit, ModelManifest, Outcome, PlanManifest
 from store.sealed_json import MAX_JSON_BYTES
 from store.snapshot import find_committed
 
@@ -107,6 +108,7 @@ class RunIndex:
         self._beginning: dict[str, Begun[Commit]] = {}
         self._plan = PlanTables(objects, [], self._begin)
         self._committed = CommittedUnits.none()
+        self._model: ModelManifest | None = None
 
     def refresh(self) -> None:
         """Look again for plan segments and commits that were added since."""
@@ -117,11 +119,19 @@ class RunIndex:
         """Look for plan segments and commits through `first`, as `looking` gives it."""
         segments = self._own(read_segments(first))
         committed = find_committed(first, begin)
+        if self._model is None:
+            self._model = _model_if_sound(first, self._run_id)
         with self._lock:
             if segments != self._plan.segments:
                 self._plan = PlanTables(self._objects, segments, self._begin)
             committed.read = self._committed.read
             self._committed = committed
+
+    def model(self) -> ModelManifest | None:
+        """Return what `model.json` says, or None while no engine has started."""
+        if self._model is None:
+            self._model = read_model(self._objects, self._run_id)
+        return self._model
 
     @property
     def num_prompts(self) -> int:
@@ -283,6 +293,10 @@ class RunIndex:
         commit = read_commit(self._objects, name) if begun is None else begun.result()
         if commit.run_id != self._run_id:
             raise FormatError(f"{name} belongs to run {commit.run_id}, not {self._run_id}")
+        if (model := self.model()) is None:
+            raise DamagedObject(f"{keys.MODEL} is missing, though {name} is there")
+        for problem in model_contradictions(commit, model):
+            raise FormatError(f"{name}: {problem}; run `attnstore verify`")
         with self._lock:
             self._commits[name] = commit
             self._summaries[name] = _summary(commit)
@@ -391,6 +405,14 @@ class RunIndex:
             f"there is no prompt {prompt!r} in the run; nearest: {', '.join(map(repr, near))}; "
             f"run.prompts lists all {self.num_prompts}"
         )
+
+
+def _model_if_sound(objects: ObjectStore, run_id: str) -> ModelManifest | None:
+    """Return the model early; whoever needs it meets the error that this leaves out."""
+    try:
+        return read_model(objects, run_id)
+    except RunError:
+        return None
 
 
 def _positions(commit: Commit, place: int) -> NDArray[np.int64]:

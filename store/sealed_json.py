@@ -24,6 +24,11 @@ def seal(body: dict[str, Any]) -> bytes:
     return _joined(members | _members({"crc32c": checksum}))
 
 
+def checksum_of(body: dict[str, Any]) -> str:
+    """Return the crc32c of the canonical form of `body`, as documents write it."""
+    return hex_crc32c(crc32c(_joined(_members(body))))
+
+
 def unseal(data: bytes, name: str) -> dict[str, Any]:
     """Return the body of sealed JSON bytes, without its checksum.
 

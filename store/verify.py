@@ -19,9 +19,11 @@ import numpy as np
 from store import keys
 from store.checksum import crc32c, hex_crc32c
 from store.codec import DTYPES
-from store.commit import commit_problems, committed_units, missing_objects, read_commit_leniently
+from store.commit import committed_units, missing_objects, read_commit_leniently
+from store.commit_problems import commit_problems
 from store.committed_units import COLUMNS, CommittedUnits, UnitRow
 from store.errors import DamagedObject, FormatError, ObjectNotFound, RunError, StoreError
+from store.model_check import model_contradictions
 from store.objects.protocol import ObjectStore
 from store.parquet_file import read_parquet
 from store.plan import read_segments
@@ -35,10 +37,11 @@ from store.run_format import (
     RunManifest,
     SnapshotManifest,
 )
-from store.sealed_json import MAX_JSON_BYTES, unseal
+from store.sealed_json import MAX_JSON_BYTES
 from store.shard import decode_chunk, stored_checksum
 from store.shard_index import chunk_offsets, shard_checksum, shard_index
 from store.snapshot import LATEST, read_snapshot, snapshot_names
+from store.verify_beside import check_beside
 from store.verify_report import VerifyReport
 from store.zarr_metadata import metadata_problem
 
@@ -73,7 +76,7 @@ def verify_run(
     if model is None and committed and not any(p.name == keys.MODEL for p in report.problems):
         report.add(keys.MODEL, "is missing, though units are committed")
     with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
-        check = partial(_check_unit, objects, run_id, planned, pool if deep else None)
+        check = partial(_check_unit, objects, (run_id, model, planned), pool if deep else None)
         for start in range(0, len(committed), BATCH_UNITS):
             batch = committed[start : start + BATCH_UNITS]
             for found in (map if deep else pool.map)(check, batch):
@@ -81,8 +84,7 @@ def verify_run(
                 if progress is not None:
                     progress(report)
     _check_snapshots(objects, run_id, report, {unit for unit, _ in committed}, deep=deep)
-    if deep:
-        _check_other_documents(objects, report)
+    check_beside(objects, run_id, model, report, deep=deep)
     return report
 
 
@@ -103,11 +105,11 @@ def _document(
 
 def _check_unit(
     objects: ObjectStore,
-    run_id: str | None,
-    planned: PlannedUnits | None,
+    known: tuple[str | None, ModelManifest | None, PlannedUnits | None],
     pool: ThreadPoolExecutor | None,
     committed: tuple[int, str],
 ) -> VerifyReport:
+    run_id, model, planned = known
     unit, key = committed
     report = VerifyReport(deep=pool is not None, units=1)
     try:
@@ -121,6 +123,9 @@ def _check_unit(
     if planned is not None:
         for problem in planned.contradictions(commit):
             report.add(key, problem, unit)
+    if model is not None:
+        for problem in model_contradictions(commit, model):
+            report.add(key, problem, unit)
     for problem in commit_problems(commit):
         report.add(key, problem, unit)
     listed = {info.name[len(prefix) :]: info.bytes for info in objects.list(prefix)}
@@ -131,8 +136,7 @@ def _check_unit(
     if pool is not None:
         sound = [record for record in commit.objects if listed.get(record.name) == record.bytes]
         shards = dict(_shards(commit))
-        metadata = {keys.array_metadata_key(array.site): array for array in commit.arrays}
-        check = partial(_check_object, objects, prefix, shards, metadata)
+        check = partial(_check_object, objects, commit, prefix, shards)
         checks = pool.map(check, sound)
         for record, message in zip(sound, checks, strict=True):
             if message is not None:
@@ -156,9 +160,9 @@ def _shards(commit: Commit) -> Iterator[tuple[str, tuple[ArrayRecord, int]]]:
 
 def _check_object(
     objects: ObjectStore,
+    commit: Commit,
     prefix: str,
     shards: dict[str, tuple[ArrayRecord, int]],
-    metadata: dict[str, ArrayRecord],
     record: ObjectRecord,
 ) -> str | None:
     if record.bytes > MAX_OBJECT_BYTES:
@@ -177,12 +181,7 @@ def _check_object(
         return (
             f"its bytes give the checksum {hex_crc32c(checksum)}, the commit says {record.crc32c}"
         )
-    if record.name in metadata:
-        try:
-            return metadata_problem(data, metadata[record.name], record.name)
-        except FormatError as error:
-            return str(error)
-    return None
+    return metadata_problem(data, commit, record.name)
 
 
 def _shard_bytes_checksum(
@@ -291,15 +290,3 @@ def _contradictions(objects: ObjectStore, snapshot: CommittedUnits) -> Iterator[
             yield f"its row of unit {unit} is not what the commit says"
         if tuple(snapshot.exceptions.get(unit, ())) != row.exceptions:
             yield f"its outcomes of unit {unit} are not what the commit says"
-
-
-def _check_other_documents(objects: ObjectStore, report: VerifyReport) -> None:
-    """Check the seals of documents that no commit or manifest names: owners and self-checks."""
-    for prefix in (keys.OWNERS, keys.CHECKS):
-        for info in objects.list(prefix):
-            if info.name.endswith(".json"):
-                report.objects += 1
-                try:
-                    unseal(objects.get(info.name, max_bytes=MAX_JSON_BYTES), info.name)
-                except (RunError, StoreError) as error:
-                    report.add(info.name, error)

@@ -6,8 +6,8 @@ depend on this: a run without it reads the same, only `contribution` refuses.
 
 Each layer is one object `weights/w_o-<layer>.safetensors`, create-only: a tensor `w_o`
 [num_heads * v_head_size, hidden_size] in the engine's dtype (rows in global head order), a tensor
-`bias` [hidden_size] after it where the projection has one, and a crc32c of both tensors' bytes in
-the header's metadata. Knows no torch and no engine.
+`bias` [hidden_size] after it where the projection has one, and the layer and a crc32c of both
+tensors' bytes in the header's metadata. Knows no torch and no engine.
 
 Legend: H heads, D head size of v and z, M hidden size, P positions.
 """
@@ -25,12 +25,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from store.checksum import crc32c, hex_crc32c
+from store.codec import DTYPES
 from store.errors import DamagedObject, ObjectExists, ObjectNotFound, SiteNotFound
 from store.objects.protocol import ObjectStore
+from store.run_format import LayerSemantics, ModelManifest
 
 WEIGHTS = "weights/"
 MAX_WEIGHT_BYTES = 4 << 30
 MAX_HEADER_BYTES = 1 << 16
+_FACTS = {"crc32c", "heads", "layer"}
 
 _TYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -62,30 +65,58 @@ def write_output_projection(objects: ObjectStore, projection: OutputProjection) 
     heads, size, hidden = projection.w_o_HDM.shape
     values = np.ascontiguousarray(projection.w_o_HDM).reshape(heads * size, hidden)
     data = values.tobytes()
-    header: dict[str, Any] = {
-        "w_o": _entry(values, 0),
-    }
+    has_bias = projection.bias_M is not None
     if projection.bias_M is not None:
-        bias = np.ascontiguousarray(projection.bias_M, values.dtype).reshape(hidden)
-        header["bias"] = _entry(bias, len(data))
-        data += bias.tobytes()
-    header |= {
-        "__metadata__": {"crc32c": hex_crc32c(crc32c(data)), "heads": str(heads)},
-    }
-    text = json.dumps(header, sort_keys=True).encode()
-    text += b" " * (-len(text) % 8)
+        data += np.ascontiguousarray(projection.bias_M, values.dtype).reshape(hidden).tobytes()
+    facts = {"crc32c": hex_crc32c(crc32c(data)), "heads": str(heads)}
+    facts["layer"] = str(projection.layer)
+    head = _head(facts, values.dtype, (heads * size, hidden), has_bias=has_bias)
     try:
-        objects.create(weight_key(projection.layer), struct.pack("<Q", len(text)) + text + data)
+        objects.create(weight_key(projection.layer), head + data)
     except ObjectExists:
         return
 
 
-def _entry(values: NDArray[Any], start: int) -> dict[str, Any]:
-    return {
-        "dtype": _NAMES[values.dtype],
-        "shape": list(values.shape),
-        "data_offsets": [start, start + values.nbytes],
-    }
+def _head(
+    facts: dict[str, str], dtype: np.dtype[Any], shape: tuple[int, int], *, has_bias: bool
+) -> bytes:
+    """Return the safetensors header, its length before it: one form for each content."""
+    end = math.prod(shape) * dtype.itemsize
+    header = {"__metadata__": facts, "w_o": _entry(dtype, shape, 0, end)}
+    if has_bias:
+        header["bias"] = _entry(dtype, shape[1:], end, end + shape[1] * dtype.itemsize)
+    text = json.dumps(header, sort_keys=True).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def stored_bytes(layer: LayerSemantics, model: ModelManifest) -> tuple[int, ...]:
+    """Return the sizes that a stored W_O of this layer may have: with a bias or without one.
+
+    The first runs do not name the layer in it, which makes them shorter.
+    """
+    dtype = DTYPES[model.dtype]
+    shape = (layer.num_heads * layer.v_head_size, model.hidden_size)
+    first = {"crc32c": "0" * 8, "heads": str(layer.num_heads)}
+    return tuple(
+        len(_head(facts, dtype, shape, has_bias=has_bias))
+        + (shape[0] + has_bias) * shape[1] * dtype.itemsize
+        for has_bias in (False, True)
+        for facts in (first | {"layer": str(layer.layer)}, first)
+    )
+
+
+def projection_contradiction(
+    projection: OutputProjection, layer: LayerSemantics, model: ModelManifest
+) -> str | None:
+    """Return how a layer's W_O contradicts what `model.json` says of the layer, or None."""
+    found = (*projection.w_o_HDM.shape, str(projection.w_o_HDM.dtype))
+    due = (layer.num_heads, layer.v_head_size, model.hidden_size, model.dtype)
+    return None if found == due else f"holds {found}, the model's layer {layer.layer} has {due}"
+
+
+def _entry(dtype: np.dtype[Any], shape: tuple[int, ...], start: int, end: int) -> dict[str, Any]:
+    return {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
 
 
 def read_output_projection(objects: ObjectStore, layer: int) -> OutputProjection:
@@ -107,30 +138,31 @@ def _decode(data: bytes, layer: int, name: str) -> OutputProjection:
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"a header of {length} bytes")
         header = json.loads(data[8 : 8 + length])
-        heads = int(header["__metadata__"]["heads"])
+        facts = header["__metadata__"]
+        heads = int(facts["heads"])
         entry = header["w_o"]
         dtype, (rows, hidden) = _TYPES[entry["dtype"]], map(int, entry["shape"])
+        has_bias = "bias" in header
         values = memoryview(data)[8 + length :]
-        w_o_bytes, bias_bytes = rows * hidden * dtype.itemsize, 0
-        if "bias" in header:
-            bias_bytes = hidden * dtype.itemsize
-            ends = [w_o_bytes, w_o_bytes + bias_bytes]
-            due = {"dtype": entry["dtype"], "shape": [hidden], "data_offsets": ends}
-            if header["bias"] != due:
-                raise ValueError(f"a bias of {header['bias']} where {due} was due")
-        if unknown := set(header) - {"__metadata__", "w_o", "bias"}:
-            raise ValueError(f"unknown tensors {sorted(unknown)}")
-        if len(values) != w_o_bytes + bias_bytes or heads < 1 or rows % heads:
+        w_o_bytes = rows * hidden * dtype.itemsize
+        if heads < 1 or rows % heads or w_o_bytes < 0 or hidden < 1:
+            raise ValueError(f"{heads} heads in {rows} x {hidden} {entry['dtype']}")
+        if len(values) != w_o_bytes + has_bias * hidden * dtype.itemsize:
             raise ValueError(f"{len(values)} bytes for {rows} x {hidden} {entry['dtype']}")
-        stated, actual = header["__metadata__"]["crc32c"], hex_crc32c(crc32c(values))
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+        due = _head(facts, dtype, (rows, hidden), has_bias=has_bias)
+        if set(facts) - _FACTS or data[: 8 + length] != due:
+            raise ValueError("a header that is not in the form of what it says")
+        stated, actual = facts["crc32c"], hex_crc32c(crc32c(values))
+    except (ValueError, KeyError, TypeError, OverflowError, struct.error) as error:
         raise DamagedObject(f"{name} is not readable ({error}); run `attnstore verify`") from error
+    if facts.get("layer", str(layer)) != str(layer):
+        raise DamagedObject(f"{name} is W_O of layer {facts['layer']}; run `attnstore verify`")
     if stated != actual:
         raise DamagedObject(
             f"{name}: its crc32c says {stated}, its bytes give {actual}; run `attnstore verify`"
         )
     w_o_HDM = np.frombuffer(values[:w_o_bytes], dtype).reshape(heads, rows // heads, hidden)
-    bias_M = np.frombuffer(values[w_o_bytes:], dtype) if bias_bytes else None
+    bias_M = np.frombuffer(values[w_o_bytes:], dtype) if has_bias else None
     return OutputProjection(layer, w_o_HDM, bias_M)
 
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from store import keys
 from store.codec import blosc_configuration
+from store.errors import FormatError
 from store.packed_pattern import UINT8_STEPS, UINT8_WORST_ERROR
-from store.run_format import ArrayRecord
+from store.run_format import ArrayRecord, Commit
 
 _LITTLE: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
 _BINDING = (
     "zarr_format", "node_type", "shape", "data_type", "chunk_grid", "chunk_key_encoding", "codecs",
-    "dimension_names",
+    "dimension_names", "fill_value",
 )  # fmt: skip
 _CRC32C: dict[str, Any] = {"name": "crc32c"}
 
@@ -82,17 +84,31 @@ def array_metadata(record: ArrayRecord, *, run_id: str, unit: int) -> bytes:
     )
 
 
-def metadata_problem(data: bytes, record: ArrayRecord, name: str) -> str | None:
-    """Return what in an array's zarr.json contradicts its commit's record, or None.
+def metadata_problem(data: bytes, commit: Commit, name: str) -> str | None:
+    """Return what in a zarr.json of an attempt contradicts its commit, or None.
 
-    A library that follows it would then read other values than this format's own reader.
+    A library that follows it would then read other values than this format's own reader, or take
+    them for those of other layers or heads. `name` is relative to the attempt; objects that are no
+    zarr.json contradict nothing here.
     """
-    expected = json.loads(array_metadata(record, run_id="", unit=0))
+    arrays = {keys.array_metadata_key(array.site): array for array in commit.arrays}
+    run_id, unit = commit.run_id, commit.unit
     try:
+        if name == keys.GROUP_METADATA:
+            due = group_metadata(run_id=run_id, unit=unit, attempt=commit.attempt)
+        elif name in arrays:
+            due = array_metadata(arrays[name], run_id=run_id, unit=unit)
+        else:
+            return None
+        expected: dict[str, Any] = json.loads(due)
         found = json.loads(data)
-        wrong = [key for key in _BINDING if found[key] != expected[key]]
+        wrong = [key for key in expected if key in _BINDING and found[key] != expected[key]]
+        stated = found["attributes"]
+        wrong += [key for key, value in expected["attributes"].items() if stated[key] != value]
+    except FormatError as error:
+        return str(error)
     except (ValueError, RecursionError, KeyError, TypeError) as error:
-        return f"{name} is no Zarr array's metadata ({error})"
+        return f"{name} is no Zarr metadata of this commit ({error})"
     return f"{name} has another {' and '.join(wrong)} than the commit" if wrong else None
 
 

@@ -50,6 +50,12 @@ class SampleShape:
     codec: Codec = Codec.RAW
     max_shard_bytes: int = 64 << 10
     sites: tuple[str, ...] = ("rot_q", "rot_k", "v", "z")
+    layer_numbers: tuple[int, ...] = ()
+    """The model's numbers of the layers; none: 0, 1, ..."""
+
+    @property
+    def layers(self) -> list[int]:
+        return list(self.layer_numbers or range(self.num_layers))
 
     def heads(self, site: str) -> int:
         return self.num_kv_heads if site in ("rot_k", "v") else self.num_heads
@@ -128,6 +134,7 @@ def write_unit(
         attempt=attempt,
         repair=repair,
         first_prompt=sample.first_prompt,
+        model_crc32c=model_manifest(shape).fingerprint,
         arrays=arrays,
         objects=records,
         prompts=PromptOutcomes(
@@ -154,7 +161,7 @@ def array_record(
         site=site,
         dtype=shape.dtype,
         dims=["layer", "token", head_dim, "d_head"],
-        layers=list(range(shape.num_layers)),
+        layers=shape.layers,
         heads=list(range(geometry.num_heads)),
         codec=shape.codec,
         chunk_sizes=chunk_sizes,
@@ -183,6 +190,12 @@ def write_manifests(objects: ObjectStore, shape: SampleShape, lengths: list[list
         versions={},
     )
     objects.create(keys.RUN, run.to_bytes())
+    objects.create(keys.MODEL, model_manifest(shape).to_bytes())
+    write_segment(objects, run_id=RUN_ID, segment=0, **plan_tables(lengths))
+
+
+def model_manifest(shape: SampleShape) -> ModelManifest:
+    """Return the model that every sample run of this shape is captured from."""
     layers = [
         LayerSemantics(
             layer=i,
@@ -193,18 +206,16 @@ def write_manifests(objects: ObjectStore, shape: SampleShape, lengths: list[list
             v_head_size=shape.head_size,
             scale=shape.head_size**-0.5,
         )
-        for i in range(shape.num_layers)
+        for i in shape.layers
     ]
     dtype: Any = shape.dtype
-    model = ModelManifest(
+    return ModelManifest(
         run_id=RUN_ID,
         architecture="SampleForCausalLM",
         dtype=dtype,
         hidden_size=shape.num_heads * shape.head_size,
         layers=layers,
     )
-    objects.create(keys.MODEL, model.to_bytes())
-    write_segment(objects, run_id=RUN_ID, segment=0, **plan_tables(lengths))
 
 
 def plan_tables(lengths: list[list[int]]) -> dict[str, pa.Table]:

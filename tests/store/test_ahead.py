@@ -68,8 +68,9 @@ def test_a_first_read_asks_for_each_object_once_and_for_no_more(tmp_path) -> Non
     assert np.array_equal(got.values, unit.arrays["z"][0, 5:, 0])
     assert sorted(objects.asked) == sorted(
         [
-            "run.json", ">p", "plan/0000/manifest.json", "commits/>", keys.commit_key(0),
-            "plan/0000/prompts-00000.parquet", f"{keys.attempt_prefix(0, 'a0')}z/c/0/0/0/0",
+            "run.json", "model.json", ">p", "plan/0000/manifest.json", "commits/>",
+            keys.commit_key(0), "plan/0000/prompts-00000.parquet",
+            f"{keys.attempt_prefix(0, 'a0')}z/c/0/0/0/0",
         ]
     )  # fmt: skip
 
@@ -77,13 +78,13 @@ def test_a_first_read_asks_for_each_object_once_and_for_no_more(tmp_path) -> Non
 @pytest.mark.parametrize("prompt", [3, "p3"])
 def test_opening_is_one_round_trip(tmp_path, prompt) -> None:
     write_run(LocalStore(tmp_path), SHAPE, [[5, 3], [4, 2]])
-    objects = Remote(LocalStore(tmp_path), meet=4)
+    objects = Remote(LocalStore(tmp_path), meet=5)
     run = Run(objects, ReadOptions())
-    assert len(objects.asked) == 4
+    assert len(objects.asked) == 5
     assert run.id == RUN_ID
     objects.meeting = threading.Barrier(3)
     assert len(run.refresh()._index.committed) == 2
-    assert len(objects.asked) == 7
+    assert len(objects.asked) == 8
     objects.meeting = None
     assert run.read("z", prompt=prompt).coords["prompt"].item() == "p3"
 

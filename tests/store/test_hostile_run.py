@@ -11,7 +11,8 @@ import pytest
 
 from store import keys, open_run
 from store.checksum import crc32c, hex_crc32c
-from store.commit import commit_problems, committed_units, read_commit, read_commit_leniently
+from store.commit import committed_units, read_commit, read_commit_leniently
+from store.commit_problems import commit_problems
 from store.errors import DamagedObject, FormatError, RunError, StoreError, UnsafeName
 from store.objects.local import LocalStore
 from store.plan import read_segments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from tests.store.sample_run import (
     make_unit,
     sample_units,
     write_manifests,
+    write_run,
     write_unit,
 )
 
@@ -207,17 +209,7 @@ def test_transformer_lens_names_and_lazy_views(sample: tuple[Run, Truth]) -> Non
 
 def test_places_count_what_is_held_and_a_named_layer_is_never_one(tmp_path) -> None:
     objects = LocalStore(tmp_path)
-    shape = shape_of()
-    write_manifests(objects, shape, [[6]])
-    commit = write_unit(objects, shape, make_unit(shape, 0, 0, [6], 3), "a0")
-    held = [{**array.model_dump(), "layers": [0, 2, 5]} for array in commit.arrays]
-    layers = [layer.model_dump() for layer in _model(objects).layers]
-    for number, layer in zip([0, 2, 5], layers, strict=True):
-        layer["layer"] = number
-    commit = Commit.model_validate({**commit.model_dump(), "arrays": held})
-    assert commit_unit(objects, commit).won
-    model = {**_model(objects).model_dump(), "layers": layers}
-    objects.put(keys.MODEL, [ModelManifest.model_validate(model).to_bytes()])
+    write_run(objects, replace(shape_of(), layer_numbers=(0, 2, 5)), [[6]])
     run = open_run(str(tmp_path))
     for site in ("z", "pattern", "scores"):
         by_label = run.read(site, prompt=0, layer=5, head=1)
@@ -235,14 +227,19 @@ def test_a_run_of_some_heads_answers_by_their_own_numbers(tmp_path) -> None:
     objects, shape = LocalStore(tmp_path), shape_of()
     write_manifests(objects, shape, [[9, 5]])
     unit = make_unit(shape, 0, 0, [9, 5], 3)
+    body = ModelManifest.from_bytes(
+        objects.get(keys.MODEL, max_bytes=1 << 20), keys.MODEL
+    ).model_dump()
+    for layer in body["layers"]:
+        layer |= {"num_heads": 8, "num_kv_heads": 4}
+    model = ModelManifest.model_validate(body)
+    objects.put(keys.MODEL, [model.to_bytes()])
     commit = write_unit(objects, shape, unit, "a0").model_dump()
     for array in commit["arrays"]:
         array["heads"] = [2, 3] if array["site"] in ("rot_k", "v") else [4, 5, 6, 7]
+        commit["ranks"][0]["heads"][array["site"]] = array["heads"]
+    commit["model_crc32c"] = model.fingerprint
     assert commit_unit(objects, Commit.model_validate(commit)).won
-    model = _model(objects).model_dump()
-    for layer in model["layers"]:
-        layer |= {"num_heads": 8, "num_kv_heads": 4}
-    objects.put(keys.MODEL, [ModelManifest.model_validate(model).to_bytes()])
     run = open_run(str(tmp_path))
     z = run.read("z", prompt=1, layer=0)
     assert z.coords["head"].values.tolist() == [4, 5, 6, 7]
@@ -261,10 +258,6 @@ def test_a_run_of_some_heads_answers_by_their_own_numbers(tmp_path) -> None:
     (batch,) = run.batches(["z", "v"], prompts=[1], heads=None)
     assert batch.heads == {"z": (4, 5, 6, 7), "v": (2, 3)}
     assert run.cache(1)["z", 0].shape == (1, 5, 4, 16)
-
-
-def _model(objects: LocalStore) -> ModelManifest:
-    return ModelManifest.from_bytes(objects.get(keys.MODEL, max_bytes=1 << 20), keys.MODEL)
 
 
 def test_errors_name_the_nearest_and_say_the_state(sample: tuple[Run, Truth]) -> None:

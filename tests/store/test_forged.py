@@ -1,0 +1,164 @@
+"""Documents that were altered and sealed again: reads raise, and verify says what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from store import keys, open_run
+from store.checksum import crc32c, hex_crc32c
+from store.errors import DamagedObject, RunError
+from store.objects.local import LocalStore
+from store.run_format import ModelManifest
+from store.sealed_json import seal, unseal
+from store.verify import verify_run
+from tests.store.sample_run import SampleShape, write_run
+
+LENGTHS = [[300, 0, 7]]
+COMMIT = keys.commit_key(0)
+
+
+@pytest.fixture
+def run(tmp_path):
+    objects = LocalStore(tmp_path)
+    write_run(objects, SampleShape(dtype="bfloat16", ranks=2), LENGTHS)
+    return objects
+
+
+def rewrite(objects: LocalStore, name: str, change) -> None:
+    body = unseal(objects.get(name, max_bytes=1 << 20), name)
+    change(body)
+    objects.put(name, [seal(body)])
+
+
+def array_change(change):
+    def of_all(body) -> None:
+        for array in body["arrays"]:
+            change(array)
+
+    return of_all
+
+
+def set_array(**members):
+    return array_change(lambda array: array.update(members))
+
+
+def regroup(array) -> None:
+    """The same chunks of the same sizes, read across: values would move between heads and rows."""
+    array.update(chunk_tokens=array["chunk_tokens"] * 2, head_size=array["head_size"] // 2)
+
+
+def other_ranks(body) -> None:
+    for rank in body["ranks"]:
+        rank["heads"] = {site: heads[::-1] for site, heads in rank["heads"].items()}
+
+
+COMMITS = {
+    "layers reversed": set_array(layers=[1, 0]),
+    "a layer twice": set_array(layers=[1, 1]),
+    "layers shifted": set_array(layers=[1, 2]),
+    "heads reversed": array_change(lambda array: array.update(heads=array["heads"][::-1])),
+    "a head twice": array_change(lambda array: array.update(heads=[0] * len(array["heads"]))),
+    "heads shifted": array_change(lambda a: a.update(heads=[h + 1 for h in a["heads"]])),
+    "another type of the same size": set_array(dtype="float16"),
+    "chunks read across": array_change(regroup),
+    "axes renamed": set_array(dims=["layer", "head", "token", "d_head"]),
+    "heads that the ranks did not write": other_ranks,
+    "another model": lambda body: body.update(model_crc32c="00000000"),
+}
+
+
+@pytest.mark.parametrize("change", COMMITS)
+def test_a_commit_sealed_again_is_refused(run, change):
+    assert verify_run(run, deep=True).problems == []
+    rewrite(run, COMMIT, COMMITS[change])
+    with pytest.raises(RunError, match="attnstore verify"):
+        open_run(run.url).read("z", prompt="p0", layer=0)
+    problems = verify_run(run).problems
+    assert COMMIT in {problem.name for problem in problems}
+
+
+def layer_change(**members):
+    return lambda body: body["layers"][1].update(members)
+
+
+MODELS = {
+    "another scale": layer_change(scale=0.5),
+    "a sliding window": layer_change(sliding_window=4),
+    "fewer heads": layer_change(num_heads=2),
+    "layers reversed": lambda body: body["layers"].reverse(),
+    "layers renumbered": layer_change(layer=5),
+    "one layer less": lambda body: body["layers"].pop(),
+    "another type": lambda body: body.update(dtype="float16"),
+    "another width": lambda body: body.update(hidden_size=32),
+    "another run": lambda body: body.update(run_id="f" * 16),
+}
+
+
+@pytest.mark.parametrize("change", MODELS)
+def test_a_model_sealed_again_is_refused(run, change):
+    rewrite(run, keys.MODEL, MODELS[change])
+    opened = open_run(run.url)
+    with pytest.raises(RunError):
+        opened.pattern(prompt="p0", layer=0, head=0)
+    with pytest.raises(RunError):
+        opened.read("z", prompt="p0", layer=0)
+    assert not verify_run(run).ok
+
+
+def test_a_model_of_other_library_versions_is_the_same_model(run):
+    rewrite(run, keys.MODEL, lambda body: body.update(versions={"vllm": "99"}))
+    assert open_run(run.url).read("z", prompt="p0", layer=0).sizes["pos"] == 300
+    assert verify_run(run, deep=True).problems == []
+
+
+def test_a_model_that_is_lost_under_its_commits_is_an_error(run):
+    run.delete(keys.MODEL)
+    with pytest.raises(DamagedObject, match=r"model.json is missing"):
+        open_run(run.url).read("z", prompt="p0", layer=0)
+
+
+def test_the_fingerprint_is_what_the_format_page_says(run):
+    body = json.loads(run.get(keys.MODEL, max_bytes=1 << 20))
+    for layer in body["layers"]:
+        assert layer["sinks"] is None
+    described = {
+        "architecture": body["architecture"],
+        "dtype": body["dtype"],
+        "hidden_size": body["hidden_size"],
+        "layers": [{k: v for k, v in one.items() if v is not None} for one in body["layers"]],
+    }
+    text = json.dumps(described, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    stated = json.loads(run.get(COMMIT, max_bytes=1 << 20))["model_crc32c"]
+    assert stated == hex_crc32c(crc32c(text.encode()))
+    model = ModelManifest.from_bytes(run.get(keys.MODEL, max_bytes=1 << 20), keys.MODEL)
+    assert model.fingerprint == stated
+
+
+@pytest.mark.parametrize(
+    ("name", "member", "value"),
+    [
+        ("z/zarr.json", "layers", [1, 0]),
+        ("z/zarr.json", "heads", [3, 2, 1, 0]),
+        ("z/zarr.json", "site", "rot_q"),
+        ("v/zarr.json", "unit", 7),
+        ("zarr.json", "attempt", "a7"),
+        ("zarr.json", "run_id", "f" * 16),
+    ],
+)
+def test_attributes_that_another_library_would_believe_are_found(run, name, member, value):
+    key = f"{keys.attempt_prefix(0, 'a0')}{name}"
+    document = json.loads(run.get(key, max_bytes=1 << 20))
+    document["attributes"][member] = value
+    data = json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
+    run.put(key, [data])
+
+    def state(body) -> None:
+        (record,) = [one for one in body["objects"] if one["name"] == name]
+        record.update(bytes=len(data), crc32c=hex_crc32c(crc32c(data)))
+
+    rewrite(run, COMMIT, state)
+    (problem,) = verify_run(run, deep=True).problems
+    assert problem.name == key
+    assert member in problem.message
