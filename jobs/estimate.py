@@ -160,13 +160,13 @@ def _geometry(
 
 
 def rank_row_bytes(config: RunConfig, shape: AttentionShape) -> int:
-    """Return the bytes of one row of all sites on the rank that holds most of it.
+    """Return the bytes that one row of all sites takes on the rank that holds most of it.
 
-    Rows that stored patterns are made of count twice, as they are kept beside their shards.
+    Where patterns are stored, rows of rot_q and rot_k are kept a second time until a prompt is
+    whole; the patterns themselves are not counted, they go by the prompts' lengths.
     """
     layers = len(config.capture.layers) if config.capture.layers is not None else shape.layers
-    stored = config.capture.pattern is PatternMode.STORED
-    kept = (Site.ROT_Q, Site.ROT_K) if stored else ()
+    kept = (Site.ROT_Q, Site.ROT_K) if config.capture.pattern is PatternMode.STORED else ()
     return layers * sum(
         held_heads(config, shape, site)[1]
         * (shape.v_head_size if site in _OF_V else shape.head_size)

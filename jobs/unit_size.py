@@ -8,7 +8,7 @@ reading the model's config.
 
 from __future__ import annotations
 
-from jobs.config import RunConfig
+from jobs.config import PatternMode, RunConfig
 from jobs.errors import ConfigError
 from jobs.estimate import rank_row_bytes
 from jobs.model_identity import attention_shape
@@ -17,7 +17,8 @@ from store.geometry import CHUNK_TOKENS
 
 MOST_TOKENS = 65_536
 UNKNOWN_TOKENS = 16_384
-"""Where the model's config does not say what a token takes."""
+"""Where the model's config does not say what a token takes, and at most where patterns are stored,
+whose bytes go by the prompts' lengths."""
 UNITS_THAT_FIT = 4
 
 
@@ -41,8 +42,10 @@ def chosen_unit_tokens(config: RunConfig) -> int:
     row_bytes = _row_bytes(config)
     if row_bytes is None:
         return UNKNOWN_TOKENS
+    stored = config.capture.pattern is PatternMode.STORED
+    most = UNKNOWN_TOKENS if stored else MOST_TOKENS
     fitting = config.engine.buffer_bytes // (UNITS_THAT_FIT * row_bytes)
-    return max(CHUNK_TOKENS, min(MOST_TOKENS, fitting // CHUNK_TOKENS * CHUNK_TOKENS))
+    return max(CHUNK_TOKENS, min(most, fitting // CHUNK_TOKENS * CHUNK_TOKENS))
 
 
 def _check_one_fits(config: RunConfig, tokens: int) -> None:

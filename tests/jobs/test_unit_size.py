@@ -44,6 +44,7 @@ def config_of(folder: Path, shape: dict, **sections: dict) -> RunConfig:
         ({"capture": {"sites": ["z"], "layers": [3, 4]}}, 2 * 32 * 128 * 2),
         ({"capture": {"heads": [5]}}, 36 * (4 + 1 + 1 + 4) * 128 * 2),
         ({"model_dtype": "float32"}, 2 * ROW_BYTES),
+        ({"capture": {"pattern": "stored"}}, ROW_BYTES + 36 * (32 + 8) * 128 * 2),
     ],
 )
 def test_four_units_fit_and_a_fifth_does_not_unless_the_most_is_reached(
@@ -60,6 +61,11 @@ def test_four_units_fit_and_a_fifth_does_not_unless_the_most_is_reached(
     assert tokens % 256 == 0
     assert 4 * tokens * row_bytes <= budget
     assert tokens == 65_536 or 4 * (tokens + 256) * row_bytes > budget
+
+
+def test_stored_patterns_keep_units_small(tmp_path: Path) -> None:
+    sections = {"capture": {"pattern": "stored", "layers": [0]}}
+    assert chosen_unit_tokens(config_of(tmp_path, QWEN3_8B, **sections)) == 16_384
 
 
 def test_a_model_that_does_not_tell_its_shape_gets_a_careful_size(tmp_path: Path) -> None:
