@@ -70,6 +70,20 @@ KEYS = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
 PLAIN, TLS = "http://127.0.0.1:9", "https://127.0.0.1:9"
 
 
+def asked_of_obstore(options, monkeypatch):
+    """Return what obstore is asked to make of these options."""
+    made = {}
+
+    def from_url(url, **arguments):
+        made.update(arguments)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(obstores, "from_url", from_url)
+    with pytest.raises(StoreError, match="far enough"):
+        open_store("s3://bucket/run", options).size("x")
+    return made
+
+
 @pytest.mark.parametrize(
     ("options", "environment", "checks"),
     [
@@ -85,20 +99,26 @@ PLAIN, TLS = "http://127.0.0.1:9", "https://127.0.0.1:9"
 def test_certificates_are_left_out_only_where_none_is_ever_met(
     options, environment, checks, monkeypatch
 ):
-    made = {}
-
-    def from_url(url, **arguments):
-        made.update(arguments)
-        raise ValueError("far enough")
-
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(obstores, "from_url", from_url)
-    with pytest.raises(StoreError, match="far enough"):
-        open_store("s3://bucket/run", options).size("x")
+    made = asked_of_obstore(options, monkeypatch)
     assert ("allow_invalid_certificates" not in made["client_options"]) == checks
+
+
+@pytest.mark.parametrize(
+    ("options", "unsigned"),
+    [
+        (KEYS, True),
+        ({"endpoint": TLS, **KEYS}, True),
+        ({"endpoint": PLAIN, **KEYS}, False),
+        ({"endpoint": TLS, "unsigned_payload": False, **KEYS}, False),
+    ],
+)
+def test_payloads_go_unsigned_where_tls_guards_them(options, unsigned, monkeypatch):
+    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
+    assert asked_of_obstore(options, monkeypatch)["config"]["unsigned_payload"] is unsigned
 
 
 def test_a_listing_goes_on_while_pages_are_full(objects, monkeypatch):
