@@ -54,10 +54,12 @@ class StepEngine:
     def lost_rank(self) -> int | None:
         """The rank whose process ended by itself; None where none did, or ranks have none.
 
-        vLLM ends the others by SIGTERM then, which is how they are told from it.
+        vLLM ends the others by SIGTERM then, which is how they are told from it; and one that fails
+        for want of the other ends with a code above 0, so the lowest code is the first cause.
         """
-        told = (None, 0, -signal.SIGTERM)
-        return next((rank for rank, proc in self._ranks if proc.exitcode not in told), None)
+        codes = {rank: proc.exitcode for rank, proc in self._ranks}
+        own = {r: code for r, code in codes.items() if code not in (None, 0, -signal.SIGTERM)}
+        return min(own, key=own.__getitem__, default=None)
 
     @property
     def vllm_config(self) -> Any:
