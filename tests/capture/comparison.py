@@ -33,7 +33,8 @@ def assert_stored_patterns(run: Any, prompt: str, within: float) -> None:
     rebuilt_LNQK = rebuild.attention("pattern", run.model.layers, q, k, picked)
     assert stored_LNQK.shape == rebuilt_LNQK.shape
     assert stored_LNQK.max() > 0.1
-    assert np.abs(stored_LNQK - rebuilt_LNQK).max() <= within
+    error = float(np.abs(stored_LNQK - rebuilt_LNQK).max())
+    assert error <= within, f"the stored pattern of {prompt} and the rebuilt one differ by {error}"
 
 
 def assert_matches_reference(

@@ -96,14 +96,15 @@ def capture_live(
     )
     if done.returncode:
         raise AssertionError(f"the capture failed:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
-    captured = [_captured(item) for item in wanted]
+    captured = [kept_capture(item) for item in wanted]
     for item in captured:
         if item.error is not None and not keep_going:
             raise AssertionError(f"the capture failed:\n{item.error[-8000:]}")
     return captured
 
 
-def _captured(item: LiveCapture) -> Captured:
+def kept_capture(item: LiveCapture) -> Captured:
+    """Return what an earlier capture of this left at its place."""
     body = json.loads((Path(item.out) / "captured.json").read_text())
     return Captured(
         item, body["results"], body["staged_rows"], tuple(body["checks"]), body["error"]

@@ -75,8 +75,8 @@ CAPTURE = {
 UNPROVEN = "afmoe without proj_in"
 
 
-def capture_families(folder: Path, families: Iterable[str], ranks: int = 1) -> dict[str, Captured]:
-    """Capture families one after another in one process."""
+def wanted_families(folder: Path, families: Iterable[str], ranks: int) -> dict[str, LiveCapture]:
+    """Return what is to be captured of each family, and where."""
     engine = {"max_num_batched_tokens": 64, "tensor_parallel_size": ranks, "max_model_len": 256}
     wanted = {
         family: LiveCapture(
@@ -94,6 +94,12 @@ def capture_families(folder: Path, families: Iterable[str], ranks: int = 1) -> d
         wanted[UNPROVEN] = LiveCapture(
             str(folder / "unproven"), str(checkpoint("afmoe")), prompts(), engine, bare
         )
+    return wanted
+
+
+def capture_families(folder: Path, families: Iterable[str], ranks: int = 1) -> dict[str, Captured]:
+    """Capture families one after another in one process."""
+    wanted = wanted_families(folder, families, ranks)
     done = capture_live(list(wanted.values()), seconds=60.0 + 40.0 * len(wanted), keep_going=True)
     return dict(zip(wanted, done, strict=True))
 
