@@ -4,8 +4,8 @@ Each mutation replaces one piece of source in a copy of the tree; the check of o
 on the real engine, must find rows that are wrong. The unchanged families are captured first, all in
 one process, and must pass. A bug of the reader is planted where these captures are read. What was
 seen is written to docs/mutations.md; with arguments, only mutations whose names hold one of them
-are run, and nothing is written. A test makes sure that every piece is still found exactly once, so
-that this cannot rot.
+are run again and the other rows stay. A test makes sure that every piece is still found exactly
+once, so that this cannot rot.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def main() -> int:
     """Run every mutation (or those whose names hold an argument); return 1 if one went unseen."""
     assert conftest.MODELS
     wanted = [m for m in MUTATIONS if not sys.argv[1:] or any(a in m.name for a in sys.argv[1:])]
-    rows: list[str] = []
+    rows = _kept_rows()
     unseen = 0
     with tempfile.TemporaryDirectory() as captures:
         kept = Path(captures)
@@ -180,15 +180,23 @@ def main() -> int:
             print(f"{'seen  ' if seen else 'UNSEEN'} {mutation.name}: {told}", flush=True)
             where = f"{mutation.family}, {mutation.ranks}"
             noticed = "yes" if seen else "NO"
-            rows.append(f"| {mutation.name} | `{mutation.file}` | {where} | {noticed} | {told} |")
-    if wanted == list(MUTATIONS):
-        DOCUMENT.write_text(HEAD + "\n".join(rows) + "\n")
+            cells = (mutation.name, f"`{mutation.file}`", where, noticed, told)
+            rows[mutation.name] = f"| {' | '.join(cells)} |"
+            table = [rows.get(m.name, f"| {m.name} | | | not run | |") for m in MUTATIONS]
+            DOCUMENT.write_text(HEAD + "\n".join(table) + "\n")
     return min(unseen, 1)
+
+
+def _kept_rows() -> dict[str, str]:
+    if not DOCUMENT.exists():
+        return {}
+    rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")][1:]
+    return {row.split(" | ")[0][2:]: row for row in rows}
 
 
 def _told(done: subprocess.CompletedProcess[str]) -> str:
     """Return the check's last word, short enough for a table."""
-    text = " ".join((done.stdout.strip() or done.stderr[-400:]).split())
+    text = " ".join((done.stdout.strip() or done.stderr[-400:]).split()).replace("|", "/")
     return text.partition("is wrong: ")[2][:140] if "is wrong: " in text else text[-140:]
 
 
