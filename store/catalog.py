@@ -84,8 +84,10 @@ def open_catalog(url: str, options: Mapping[str, Any] | None = None) -> Catalog:
 def _run_folders(objects: ObjectStore) -> Iterator[str]:
     """Yield the folder of every run, "" for the store's own root.
 
-    A run's own objects are skipped once they fill a page: a listing goes on after the run.
+    A run's own objects are skipped once they fill a page: a listing goes on after the run. Where
+    a listing skips nothing there is one, over everything.
     """
+    skips = not getattr(objects, "lists_whole_folders", False)
     after: str | None = ""
     others: set[str] = set()
     while after is not None:
@@ -99,7 +101,7 @@ def _run_folders(objects: ObjectStore) -> Iterator[str]:
             if found is None or (folder := found[1] or "") in others:
                 continue
             within, seen = folder, seen + 1 if folder == within else 1
-            if seen <= SEEN_OF_A_RUN:
+            if seen <= SEEN_OF_A_RUN or not skips:
                 continue
             name = folder.rstrip("/")
             if not _has_object(objects, folder + keys.RUN):

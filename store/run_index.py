@@ -89,7 +89,10 @@ def looking(
 ) -> AbstractContextManager[tuple[ObjectStore, Begin]]:
     """Ask at once for these documents and for what tells a run's plan segments and commits."""
     gets = [(name, MAX_JSON_BYTES) for name in (*documents, FIRST_MANIFEST)]
-    lists = [(keys.COMMITS, ""), ("", keys.BEFORE_PLAN)]
+    if getattr(objects, "lists_whole_folders", False):
+        lists = [(folder, "") for folder in (keys.COMMITS, keys.PLAN, keys.SNAPSHOTS)]
+    else:
+        lists = [(keys.COMMITS, ""), ("", keys.BEFORE_PLAN)]
     return asked_at_once(objects, gets=gets, lists=lists)
 
 

@@ -89,6 +89,9 @@ class FsspecStore:
             raise ObjectNotFound(f"{self.url}: {name} is a folder, not an object")
         return int(found["size"])
 
+    lists_whole_folders = True
+    """A listing goes over all that lies in the folder, whatever `after` leaves out of it."""
+
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """Yield the files under a folder by name."""
         if prefix and not prefix.endswith("/"):

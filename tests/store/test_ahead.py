@@ -13,6 +13,7 @@ from store.ahead import Begun, Foreseen
 from store.array_reader import ReadOptions
 from store.commit import commit_unit
 from store.errors import CannotList, DamagedObject, ObjectNotFound
+from store.objects.fsspec_store import FsspecStore
 from store.objects.local import LocalStore
 from store.objects.obstore_store import ObstoreStore
 from store.run import Run
@@ -87,6 +88,17 @@ def test_opening_is_one_round_trip(tmp_path, prompt) -> None:
     assert len(objects.asked) == 8
     objects.meeting = None
     assert run.read("z", prompt=prompt).coords["prompt"].item() == "p3"
+
+
+def test_a_store_that_lists_whole_folders_is_never_asked_for_all_of_a_run(tmp_path) -> None:
+    objects = FsspecStore("memory://whole-folders")
+    write_run(objects, SHAPE, [[5, 3]])
+    write_snapshot(objects, RUN_ID)
+    asking = Remote(objects)
+    run = Run(asking, ReadOptions())
+    assert run.read("z", prompt=1).sizes["pos"] == 3
+    listings = {what for what in asking.asked if ">" in what}
+    assert listings == {"plan/>", "snapshots/>", "commits/>", "commits/>commits/0"}
 
 
 def test_an_open_run_holds_no_thread_until_it_reads(tmp_path) -> None:
