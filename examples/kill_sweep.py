@@ -41,6 +41,7 @@ KILLS = ("kill a worker", "kill a rank", "kill a driver")
 SOAK = (*KILLS, "hang a rank", "terminate a driver", "second driver")
 COMMAND = [sys.executable, "-m", "jobs.cli", "run", CONFIG]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path.cwd())}
+ENDINGS = ("kill a driver", "terminate a driver")
 AGAIN = (75, -signal.SIGKILL)
 SAID: list[str] = []
 
@@ -118,6 +119,9 @@ def sweep(kills: int, seed: int, kinds: tuple[str, ...]) -> Counter[str]:
                 kind = chosen.choice(kinds)
                 say(f"{kind}, with {committed()} units committed")
                 struck[kind] += strike(kind, driver.pid, chosen)
+                if kind in ENDINGS:
+                    # One that drains may be done any time; a second driver would take the rest.
+                    driver.wait()
                 since = committed()
         if driver.returncode not in AGAIN:
             if driver.returncode:
