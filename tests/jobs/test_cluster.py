@@ -65,14 +65,13 @@ def test_a_killed_node_costs_its_units_nothing_and_the_other_node_goes_on(
     assert_complete(tmp_path / "run")
 
 
-@pytest.mark.chaos
 @pytest.mark.s3
 def test_an_object_store_that_restarts_in_the_middle_costs_no_prompt(
     engine_config: Configs,
 ) -> None:
     with seaweedfs() as server:
         config = engine_config(
-            TEXTS * 4, engine=SLOW, output=server.url("restart"), storage_options=server.options,
+            TEXTS * 2, engine=SLOW, output=server.url("restart"), storage_options=server.options,
             capture={"unit_tokens": 128}, workers={"store_patience_seconds": 120},
         )  # fmt: skip
         with RunProcess(config) as run:
