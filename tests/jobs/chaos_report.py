@@ -24,8 +24,8 @@ HEAD = """# What runs survive
 
 Written by `make chaos`; do not edit. Each line is one test on the real engine (a tiny model), real
 Ray and a real store, and ends with every prompt stored once and every stored byte checked against
-its commit, but for the one prompt that is poison. The first two and the object store's restart are part
-of `make test` too.
+its commit, but for the one prompt that is poison. The first two and the object store's restart are
+part of `make test` too.
 
 {cores} cores of a shared {machine} machine, Python {python}, {versions}; other work ran beside, so
 seconds are upper bounds.
