@@ -76,7 +76,10 @@ def read_generated(objects: ObjectStore, commit: Commit) -> dict[int, Continuati
     data = objects.get(name, max_bytes=record.bytes)
     if len(data) != record.bytes or hex_crc32c(crc32c_of_parts([data])) != record.crc32c:
         raise DamagedObject(f"{name} is not what was committed; run `attnstore verify`")
-    table = pq.read_table(pa.BufferReader(data))
+    try:
+        table = pq.read_table(pa.BufferReader(data))
+    except (pa.ArrowException, OSError) as error:
+        raise FormatError(f"{name} is not readable as Parquet: {error}") from error
     if not table.schema.equals(GENERATED_FIELDS):
         raise FormatError(f"{name} has columns {table.schema.names}, not those of format version 1")
     return {

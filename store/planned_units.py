@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,8 +37,13 @@ class PlannedUnits:
         tokens = np.concatenate(prompt_tokens) if prompt_tokens else None
         return cls(unit, first, count, tokens)
 
-    def contradictions(self, commit: Commit) -> Iterator[str]:
-        """Yield where a commit does not cover the prompts of its unit."""
+    def contradictions(
+        self, commit: Commit, generated: Mapping[int, int] | None = None
+    ) -> Iterator[str]:
+        """Yield where a commit does not cover the prompts of its unit.
+
+        `generated` says how many tokens each place's prompt was given, where that was read.
+        """
         place = int(np.searchsorted(self.unit, commit.unit))
         if place == len(self.unit) or self.unit[place] != commit.unit:
             yield "no plan segment has this unit"
@@ -53,15 +58,19 @@ class PlannedUnits:
         elif self.prompt_tokens is not None and planned[0] + planned[1] <= len(self.prompt_tokens):
             tokens = self.prompt_tokens[planned[0] : planned[0] + planned[1]].tolist()
             for at, num_tokens in enumerate(tokens):
-                problem = row_contradiction(commit, at, num_tokens)
+                said = None if generated is None else generated.get(at, 0)
+                problem = row_contradiction(commit, at, num_tokens, said)
                 if problem:
                     yield problem
 
 
-def row_contradiction(commit: Commit, place: int, num_tokens: int) -> str | None:
+def row_contradiction(
+    commit: Commit, place: int, num_tokens: int, generated: int | None = None
+) -> str | None:
     """Return how the rows of a stored prompt contradict its planned tokens, or None.
 
-    Rows lie within the prompt; those from position 0 cover it whole. Generation may add some.
+    Rows lie within the prompt; those from position 0 cover it whole. Generation adds as many as
+    tokens were `generated` but the last; None: that is not known, and it may have added some.
     """
     prompts = commit.prompts
     if len({len(prompts.outcome), len(prompts.num_rows), len(prompts.first_position)}) != 1:
@@ -69,12 +78,14 @@ def row_contradiction(commit: Commit, place: int, num_tokens: int) -> str | None
     if prompts.outcome[place] is not Outcome.STORED:
         return None
     first, rows = prompts.first_position[place], prompts.num_rows[place]
-    may_be_longer = any(record.name == GENERATED for record in commit.objects)
-    too_many = first + rows > num_tokens and not may_be_longer
+    may_be_longer = generated is None and any(one.name == GENERATED for one in commit.objects)
+    due = num_tokens + max(0, (generated or 0) - 1)
+    too_many = first + rows > due and not may_be_longer
     too_few = first == 0 and rows < num_tokens
     if too_many or too_few:
+        more = f" and {generated} generated ones" if generated else ""
         return (
             f"prompt {place} has {rows} rows from position {first}, the plan gives it "
-            f"{num_tokens} tokens"
+            f"{num_tokens} tokens{more}"
         )
     return None

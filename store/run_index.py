@@ -276,6 +276,10 @@ class RunIndex:
         place = found.place
         planned = self.table()["num_tokens"][place.row].as_py()
         problem = row_contradiction(found.commit, place.place, planned)
+        if problem is None and any(one.name == GENERATED for one in found.commit.objects):
+            said = self.continuation(place.row)
+            generated = 0 if said is None else len(said.token_ids)
+            problem = row_contradiction(found.commit, place.place, planned, generated)
         if problem:
             raise FormatError(
                 f"the commit of unit {place.unit}: {problem} ({self.id_of(place.row)!r}); "

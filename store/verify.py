@@ -11,41 +11,34 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 
 from store import keys
-from store.checksum import crc32c, hex_crc32c
-from store.codec import DTYPES
 from store.commit import committed_units, missing_objects, read_commit_leniently
 from store.commit_problems import commit_problems
 from store.committed_units import COLUMNS, CommittedUnits, UnitRow
-from store.errors import DamagedObject, FormatError, ObjectNotFound, RunError, StoreError
+from store.errors import FormatError, ObjectNotFound, RunError, StoreError
+from store.generated import GENERATED, read_generated
 from store.model_check import model_contradictions
 from store.objects.protocol import ObjectStore
 from store.parquet_file import read_parquet
 from store.plan import read_segments
 from store.planned_units import PlannedUnits
 from store.run_format import (
-    ArrayRecord,
     Commit,
     Document,
     ModelManifest,
-    ObjectRecord,
     RunManifest,
     SnapshotManifest,
 )
 from store.sealed_json import MAX_JSON_BYTES
-from store.shard import decode_chunk, stored_checksum
-from store.shard_index import chunk_offsets, shard_checksum, shard_index
 from store.snapshot import LATEST, read_snapshot, snapshot_names
 from store.verify_beside import check_beside
+from store.verify_object import object_problem, shards_of
 from store.verify_report import VerifyReport
-from store.zarr_metadata import metadata_problem
 
-MAX_OBJECT_BYTES = 1 << 30
 SHALLOW_THREADS = 16
 DEEP_THREADS = 4
 BATCH_UNITS = 1000
@@ -121,7 +114,8 @@ def _check_unit(
     if run_id is not None and commit.run_id != run_id:
         report.add(key, f"belongs to run {commit.run_id}, not {run_id}", unit)
     if planned is not None:
-        for problem in planned.contradictions(commit):
+        generated = _generated(objects, commit, report) if pool is not None else None
+        for problem in planned.contradictions(commit, generated):
             report.add(key, problem, unit)
     if model is not None:
         for problem in model_contradictions(commit, model):
@@ -135,8 +129,8 @@ def _check_unit(
     report.bytes += sum(record.bytes for record in commit.objects)
     if pool is not None:
         sound = [record for record in commit.objects if listed.get(record.name) == record.bytes]
-        shards = dict(_shards(commit))
-        check = partial(_check_object, objects, commit, prefix, shards)
+        shards = dict(shards_of(commit))
+        check = partial(object_problem, objects, commit, prefix, shards)
         checks = pool.map(check, sound)
         for record, message in zip(sound, checks, strict=True):
             if message is not None:
@@ -144,63 +138,17 @@ def _check_unit(
     return report
 
 
-def _shards(commit: Commit) -> Iterator[tuple[str, tuple[ArrayRecord, int]]]:
-    for array in commit.arrays:
-        try:
-            geometry = array.geometry()
-        except FormatError:
-            continue
-        if geometry.num_layers * geometry.num_token_shards * geometry.num_head_shards > len(
-            commit.objects
-        ):
-            continue
-        for layer, token_shard, head_shard in geometry.shard_places():
-            yield array.shard_name(layer, token_shard, head_shard), (array, token_shard)
-
-
-def _check_object(
-    objects: ObjectStore,
-    commit: Commit,
-    prefix: str,
-    shards: dict[str, tuple[ArrayRecord, int]],
-    record: ObjectRecord,
-) -> str | None:
-    if record.bytes > MAX_OBJECT_BYTES:
-        return f"states {record.bytes} bytes, more than the {MAX_OBJECT_BYTES} allowed"
+def _generated(objects: ObjectStore, commit: Commit, report: VerifyReport) -> dict[int, int] | None:
+    """Return how many tokens were generated after each prompt, None where that is unreadable."""
     try:
-        data = objects.get(prefix + record.name, max_bytes=record.bytes)
-        if len(data) != record.bytes:
-            return f"has {len(data)} bytes where the commit says {record.bytes}"
-        if record.name in shards:
-            checksum = _shard_bytes_checksum(*shards[record.name], data, prefix, record.name)
-        else:
-            checksum = crc32c(data)
-    except (RunError, StoreError) as error:
-        return str(error)
-    if hex_crc32c(checksum) != record.crc32c:
-        return (
-            f"its bytes give the checksum {hex_crc32c(checksum)}, the commit says {record.crc32c}"
-        )
-    return metadata_problem(data, commit, record.name)
-
-
-def _shard_bytes_checksum(
-    array: ArrayRecord, token_shard: int, data: bytes, prefix: str, name: str
-) -> int:
-    """Check every chunk, every tag and the index of a shard's bytes and return its checksum."""
-    geometry = array.geometry()
-    sizes = array.stored_sizes(geometry, token_shard, name)
-    offsets = chunk_offsets(geometry, sizes).tolist()
-    index = shard_index(geometry, token_shard, sizes)
-    if len(data) != offsets[-1] + len(index) or data[-len(index) :] != index:
-        raise DamagedObject(f"{name}: its index is not the one its chunks give")
-    view = memoryview(data)
-    dtype = DTYPES[array.dtype]
-    checksums = bytearray()
-    for number, (start, end) in enumerate(pairwise(offsets)):
-        decode_chunk(geometry, view[start:end], array.codec, dtype, prefix + name, number)
-        checksums += stored_checksum(geometry, view[start:end])
-    return shard_checksum(np.frombuffer(checksums, "<u4"), index)
+        return {place: len(one.token_ids) for place, one in read_generated(objects, commit).items()}
+    except FormatError as error:
+        name = keys.attempt_prefix(commit.unit, commit.attempt) + GENERATED
+        report.add(name, error, commit.unit)
+    except (RunError, StoreError):
+        # Missing or altered bytes: the check of every object reports them.
+        pass
+    return None
 
 
 def _check_plan(
@@ -247,8 +195,7 @@ def _check_snapshots(
     *,
     deep: bool,
 ) -> None:
-    """Check that snapshots are whole, that the newest one's units still have their commits, and
-    with `deep` that its rows agree with them."""
+    """Check that snapshots are whole and that the newest one says what the commits say."""
     names = snapshot_names(objects)
     for name in names:
         prefix = f"{keys.SNAPSHOTS}{name}/"

@@ -7,13 +7,16 @@ import json
 import pytest
 
 from store import keys, open_run
+from store.attempt import AttemptWriter
 from store.checksum import crc32c, hex_crc32c
-from store.errors import DamagedObject, RunError
+from store.commit import commit_unit
+from store.errors import DamagedObject, FormatError, RunError
+from store.generated import GENERATED, Continuation, generated_bytes
 from store.objects.local import LocalStore
 from store.run_format import ModelManifest
 from store.sealed_json import seal, unseal
 from store.verify import verify_run
-from tests.store.sample_run import SampleShape, write_run
+from tests.store.sample_run import SampleShape, make_unit, write_manifests, write_run, write_unit
 
 LENGTHS = [[300, 0, 7]]
 COMMIT = keys.commit_key(0)
@@ -162,3 +165,52 @@ def test_attributes_that_another_library_would_believe_are_found(run, name, memb
     (problem,) = verify_run(run, deep=True).problems
     assert problem.name == key
     assert member in problem.message
+
+
+@pytest.fixture
+def continued(tmp_path):
+    """A unit of two prompts of 5 and 4 tokens that were given 3 and 2 more."""
+    objects, shape = LocalStore(tmp_path), SampleShape(dtype="bfloat16")
+    write_manifests(objects, shape, [[5, 4]])
+    commit = write_unit(objects, shape, make_unit(shape, 0, 0, [7, 5], 3), "a0")
+    said = [
+        (place, Continuation((1,) * count, ("x",) * count, (-1.0,) * count, "length"))
+        for place, count in ((0, 3), (1, 2))
+    ]
+    record = AttemptWriter(objects, 0, "a0").put_object(GENERATED, generated_bytes(said))
+    commit = commit.model_copy(update={"objects": [*commit.objects, record]})
+    assert commit_unit(objects, commit).won
+    assert verify_run(objects, deep=True).problems == []
+    assert open_run(objects.url).read("z", prompt="p1", layer=0).sizes["pos"] == 5
+    return objects
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"first_position": [1, 0]},
+        {"num_rows": [8, 4], "first_row": [0, 8]},
+        {"num_rows": [5, 7], "first_row": [0, 5]},
+    ],
+)
+def test_rows_moved_among_continued_prompts_are_refused(continued, members):
+    rewrite(continued, COMMIT, lambda body: body["prompts"].update(members))
+    moved = "p1" if members.get("num_rows") == [5, 7] else "p0"
+    with pytest.raises(FormatError, match="generated ones"):
+        open_run(continued.url).read("z", prompt=moved, layer=0)
+    assert COMMIT in {one.name for one in verify_run(continued, deep=True).problems}
+
+
+def test_what_was_said_in_no_parquet_is_an_error_of_ours(continued):
+    name = f"{keys.attempt_prefix(0, 'a0')}{GENERATED}"
+    data = b"PAR1 and nothing else"
+    continued.put(name, [data])
+
+    def state(body) -> None:
+        (record,) = [one for one in body["objects"] if one["name"] == GENERATED]
+        record.update(bytes=len(data), crc32c=hex_crc32c(crc32c(data)))
+
+    rewrite(continued, COMMIT, state)
+    with pytest.raises(FormatError, match="not readable as Parquet"):
+        open_run(continued.url).tokens("p0")
+    assert [one.name for one in verify_run(continued, deep=True).problems] == [name]
