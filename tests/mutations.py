@@ -1,16 +1,17 @@
-"""Plant a bug in each attention semantic and see the family checks fail: `make mutations`.
+"""Plant a bug in each attention semantic and see tests fail: `make mutations`.
 
-Each mutation replaces one piece of source in a copy of the tree; the check of one family, run there
-on the real engine, must find rows that are wrong. The unchanged families are captured first, all in
-one process, and must pass. A bug of the reader is planted where these captures are read. What was
-seen is written to docs/mutations.md; with arguments, only mutations whose names hold one of them
-are run again and the other rows stay. A test makes sure that every piece is still found exactly
-once, so that this cannot rot.
+Each mutation replaces one piece of source in a copy of the tree. There a fast test must fail, and
+the check of one family on the real engine must find rows that are wrong. The unchanged families are
+captured first, all in one process, and must pass; a bug of the reader is planted where these
+captures are read. What was seen is written to docs/mutations.md. With arguments, only mutations
+whose names hold one of them are run again; with `--fast` first, only fast tests: other cells stay.
+A test makes sure that every piece is still found exactly once, so that this cannot rot.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,14 +27,24 @@ DOCUMENT = ROOT / "docs" / "mutations.md"
 
 HEAD = """# Planted bugs
 
-Written by `make mutations`; do not edit. Each bug is planted alone in a copy of the tree, in which
-one family is then captured on the real engine (bugs in `store/`: read from a capture without them)
-and compared with transformers, as [models.md](models.md) tells. The last column is what that
-comparison said; a bug that it does not notice is a fault of the tests.
+Written by `make mutations`; do not edit. Each bug is planted alone in a copy of the tree. There a
+fast test fails, named in the third column; and one family, captured on the real engine (bugs in
+`store/`: read from a capture without them) and compared with transformers, is found wrong: the last
+columns are the family, on how many ranks, whether it was noticed, and what was said.
 
-| bug | in | family, ranks | noticed | what the check said |
-|---|---|---|---|---|
+| bug | in | fast test | family, ranks | noticed | what the check said |
+|---|---|---|---|---|---|
 """
+NOT_RUN = "not run"
+UNNOTICED = "NO"
+
+FAST_TESTS = {
+    "capture/attention_layers.py": "tests/capture/test_attention_layers.py",
+    "capture/heads.py": "tests/capture/test_heads.py",
+    "capture/shard_loop.py": "tests/capture/test_assembly.py",
+    "store/attention.py": "tests/store/test_attention.py",
+}
+"""Source -> the test of it that needs no engine."""
 
 
 @dataclass(frozen=True)
@@ -155,43 +166,80 @@ def mutated(source: str, mutation: Mutation) -> str:
     return source.replace(mutation.old, mutation.new)
 
 
+@dataclass
+class Seen:
+    """A mutation's row of the document."""
+
+    fast: str = NOT_RUN
+    noticed: str = NOT_RUN
+    told: str = ""
+
+    def row(self, mutation: Mutation) -> str:
+        where = f"{mutation.family}, {mutation.ranks}"
+        file = f"`{mutation.file}`"
+        return (
+            f"| {mutation.name} | {file} | {self.fast} | {where} | {self.noticed} | {self.told} |"
+        )
+
+
 def main() -> int:
     """Run every mutation (or those whose names hold an argument); return 1 if one went unseen."""
     assert conftest.MODELS
-    wanted = [m for m in MUTATIONS if not sys.argv[1:] or any(a in m.name for a in sys.argv[1:])]
-    rows = _kept_rows()
+    names = sys.argv[1:]
+    fast_only = names[:1] == ["--fast"]
+    names = names[1:] if fast_only else names
+    wanted = [m for m in MUTATIONS if not names or any(name in m.name for name in names)]
+    rows = read_document()
     unseen = 0
     with tempfile.TemporaryDirectory() as captures:
         kept = Path(captures)
         families = sorted({mutation.family for mutation in wanted if mutation.ranks == 1})
-        for family, captured in capture_families(kept, families).items():
+        for family, captured in {} if fast_only else capture_families(kept, families).items():
             check_family(family, captured)
             print(f"right  {family} as it is", flush=True)
         for mutation in wanted:
+            seen = rows.setdefault(mutation.name, Seen())
             with tempfile.TemporaryDirectory() as folder:
                 tree = Path(folder)
                 _copy_tree(tree)
                 file = tree / mutation.file
                 file.write_text(mutated(file.read_text(), mutation))
-                done = _check(tree, mutation, kept)
-            seen = done.returncode == 1 and "is wrong" in done.stdout
-            unseen += not seen
-            told = _told(done)
-            print(f"{'seen  ' if seen else 'UNSEEN'} {mutation.name}: {told}", flush=True)
-            where = f"{mutation.family}, {mutation.ranks}"
-            noticed = "yes" if seen else "NO"
-            cells = (mutation.name, f"`{mutation.file}`", where, noticed, told)
-            rows[mutation.name] = f"| {' | '.join(cells)} |"
-            table = [rows.get(m.name, f"| {m.name} | | | not run | |") for m in MUTATIONS]
+                seen.fast = _fast(tree, mutation)
+                if not fast_only:
+                    done = _check(tree, mutation, kept)
+                    noticed = done.returncode == 1 and "is wrong" in done.stdout
+                    seen.noticed, seen.told = "yes" if noticed else UNNOTICED, _told(done)
+            unseen += UNNOTICED in (seen.fast, seen.noticed)
+            print(seen.row(mutation), flush=True)
+            table = [rows.get(m.name, Seen()).row(m) for m in MUTATIONS]
             DOCUMENT.write_text(HEAD + "\n".join(table) + "\n")
     return min(unseen, 1)
 
 
-def _kept_rows() -> dict[str, str]:
+def read_document() -> dict[str, Seen]:
+    """Return what the document says of each mutation, by name."""
     if not DOCUMENT.exists():
         return {}
     rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")][1:]
-    return {row.split(" | ")[0][2:]: row for row in rows}
+    cells = [[cell.strip() for cell in row[2:-1].split(" | ")] for row in rows]
+    return {row[0]: Seen(row[2], row[4], row[5]) for row in cells}
+
+
+def _fast(tree: Path, mutation: Mutation) -> str:
+    """Return the first fast test that fails, "none" where there is no test without an engine."""
+    if mutation.file not in FAST_TESTS:
+        return "none"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-x", "-q", FAST_TESTS[mutation.file]],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    failed = re.findall(r"^FAILED (\S+)::(\w+)", done.stdout, re.MULTILINE)
+    return f"`{failed[0][1]}`" if failed else UNNOTICED
 
 
 def _told(done: subprocess.CompletedProcess[str]) -> str:

@@ -1,0 +1,134 @@
+"""What each layer computes is read from vLLM's own modules, never guessed; no engine is started.
+
+The modules are vLLM's classes without their construction, with the fields that vLLM gives them.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from capture.attention_layers import (
+    LocalLayer,
+    find_attention_layers,
+    local_semantics,
+    merge_semantics,
+)
+from capture.errors import UnsupportedModel
+
+FIELDS = {
+    "attn_type": "decoder",
+    "kv_sharing_target_layer_name": None,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_size": 32,
+    "head_size_v": 32,
+    "sliding_window": None,
+}
+
+
+def attention(kind: type | None = None, impl: dict[str, Any] | None = None, **fields: Any) -> Any:
+    from vllm.model_executor.layers.attention import Attention
+
+    made = torch.nn.Module.__new__(kind or Attention)
+    torch.nn.Module.__init__(made)
+    made.impl = SimpleNamespace(**{"scale": 0.25, **(impl or {})})
+    for name, value in {**FIELDS, **fields}.items():
+        setattr(made, name, value)
+    return made
+
+
+def model(*layers: Any) -> torch.nn.Module:
+    """Lay modules out as a decoder has them: `layers.<n>.self_attn.attn`."""
+    whole = torch.nn.Module()
+    whole.layers = torch.nn.ModuleList()
+    for layer in layers:
+        block, inner = torch.nn.Module(), torch.nn.Module()
+        inner.attn = layer
+        block.self_attn = inner
+        whole.layers.append(block)
+    return whole
+
+
+def only(**fields: Any) -> LocalLayer:
+    (layer,) = find_attention_layers(model(attention(**fields)))
+    return layer
+
+
+def test_heads_sizes_and_layers_are_the_modules_own() -> None:
+    odd = attention(num_heads=6, num_kv_heads=1, head_size=48, head_size_v=16)
+    plain, other = find_attention_layers(model(attention(), odd))
+    assert (plain.layer, plain.path) == (0, "layers.0.self_attn.attn")
+    assert (other.layer, other.path) == (1, "layers.1.self_attn.attn")
+    assert (other.num_heads, other.num_kv_heads) == (6, 1)
+    assert (other.head_size, other.v_head_size) == (48, 16)
+
+
+def test_the_scale_is_the_kernels_and_not_the_usual_one() -> None:
+    assert only().scale == 0.25 != 32**-0.5
+
+
+def test_a_window_is_the_keys_that_a_query_sees() -> None:
+    # What GPU back ends keep beside it is (keys before the query, keys after it).
+    assert only(sliding_window=12, impl={"sliding_window": (11, 0)}).sliding_window == 12
+    assert only(impl={"sliding_window": (-1, -1)}).sliding_window is None
+
+
+@pytest.mark.parametrize("name", ["logits_soft_cap", "logit_cap"])
+def test_a_soft_cap_of_zero_is_none(name: str) -> None:
+    assert only(impl={name: 30.0}).logit_softcap == 30.0
+    assert only(impl={name: 0}).logit_softcap is None
+    assert only(impl={name: None}).logit_softcap is None
+    assert only().logit_softcap is None
+
+
+def test_slopes_and_sinks_are_plain_numbers_whatever_holds_them() -> None:
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.25], dtype=torch.bfloat16)
+    layer = only(impl={"sinks": sinks, "alibi_slopes": [0.5, 0.25, 0.125, 0.0625]})
+    assert layer.sinks == (0.5, -1.0, 2.0, 0.25)
+    assert layer.alibi_slopes == (0.5, 0.25, 0.125, 0.0625)
+    assert (only().sinks, only().alibi_slopes) == (None, None)
+
+
+def test_other_attention_is_refused_by_the_modules_name() -> None:
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
+
+    class ChunkedAttention(Attention):
+        pass
+
+    for layers, text in (
+        ([attention(MLAAttention)], "multi-head latent attention"),
+        ([attention(ChunkedAttention)], "is a ChunkedAttention, whose mask"),
+        ([attention(attn_type="encoder_only")], "is encoder_only attention"),
+        ([attention(attn_type="encoder_decoder")], "is encoder_decoder attention"),
+        ([attention(kv_sharing_target_layer_name="layers.0")], "keys and values of layers.0"),
+        ([], "no attention layer"),
+    ):
+        with pytest.raises(UnsupportedModel, match=text):
+            find_attention_layers(model(*layers))
+    twice = model(attention())
+    twice.layers[0].self_attn.again = attention()
+    with pytest.raises(UnsupportedModel, match=r"share a layer number: \[0, 0\]"):
+        find_attention_layers(twice)
+
+
+def test_ranks_views_are_joined_in_their_order() -> None:
+    views = [
+        [only(impl={"sinks": torch.tensor(values), "alibi_slopes": list(values)})]
+        for values in ((1.0, 2.0, 3.0, 4.0), (5.0, 6.0, 7.0, 8.0))
+    ]
+    (joined,) = merge_semantics(views, 8, 4)
+    assert joined.sinks == joined.alibi_slopes == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    assert (joined.num_heads, joined.num_kv_heads, joined.scale) == (8, 4, 0.25)
+    alone = local_semantics(views[1][0])
+    assert (alone.sinks, alone.num_heads) == ([5.0, 6.0, 7.0, 8.0], 4)
+    with pytest.raises(UnsupportedModel, match="4 per-head values for 8 heads"):
+        merge_semantics([views[0], [only()]], 8, 4)
+
+
+def test_ranks_that_disagree_are_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="ranks disagree about layer 0"):
+        merge_semantics([[only()], [only(sliding_window=12)]], 8, 4)
