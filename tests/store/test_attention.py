@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -148,3 +149,20 @@ def test_no_queries_and_no_heads_give_empty_answers() -> None:
     assert pattern(layer(), none, rows(k_GTD)).shape == (HEADS, 0, TOKENS)
     no_head = HeadRows(q_NTD[:0], [], np.arange(TOKENS))
     assert scores(layer(), no_head, rows(k_GTD)).shape == (0, TOKENS, TOKENS)
+
+
+def test_a_late_range_of_a_long_prompt_holds_tiles_and_no_square() -> None:
+    long, rows = 32_768, 512
+    semantics = layer(1, 1)
+    rng = np.random.default_rng(0)
+    k = HeadRows(rng.standard_normal((1, long, 8), np.float32), [0], np.arange(long))
+    late = np.arange(long - rows, long)
+    q = HeadRows(rng.standard_normal((1, rows, 8), np.float32), [0], late)
+    tracemalloc.start()
+    try:
+        got = pattern(semantics, q, k, np.arange(16))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert got.shape == (1, rows, 16)
+    assert peak < 5 * attention.TILE_BYTES < long * long * 4 / 16
