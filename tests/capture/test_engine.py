@@ -128,6 +128,8 @@ def test_only_the_selected_sites_layers_and_positions_are_stored(
     run = captured.run
     assert [str(site) for site in run.sites] == ["z"]
     assert list(run.layers) == [0, 2]
+    kept = sum(min(3, len(ids)) for unit in captured.wanted.units for ids in unit)
+    assert captured.staged_rows == [kept], "rows that are not kept are not even copied"
     for number, prompt in enumerate(stored_prompts(captured)):
         ids = captured.wanted.ids(number)
         layers = tiny_qwen3_reference.layers(ids)
