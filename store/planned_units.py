@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +16,7 @@ from store.plan import UNIT_FIELDS
 from store.run_format import Commit, Outcome
 
 _NO_UNITS = UNIT_FIELDS.empty_table()
+_SLICE = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +28,22 @@ class PlannedUnits:
     num_prompts: NDArray[np.int64]
     prompt_tokens: NDArray[np.int32] | None = None
     """Tokens of every prompt by its run-wide number, where they were read."""
+    kept: slice | None = None
+    """See `kept_positions`."""
 
     @classmethod
     def of(
-        cls, tables: list[pa.Table], prompt_tokens: list[NDArray[np.int32]] | None = None
+        cls,
+        tables: list[pa.Table],
+        prompt_tokens: list[NDArray[np.int32]] | None = None,
+        kept: slice | None = None,
     ) -> PlannedUnits:
         """Return the units of the plan's tables, in plan order."""
         names = ("unit", "first_prompt", "num_prompts")
         whole = pa.concat_tables([table.select(names) for table in tables] or [_NO_UNITS])
         unit, first, count = (np.asarray(whole[name].to_numpy(), np.int64) for name in names)
         tokens = np.concatenate(prompt_tokens) if prompt_tokens else None
-        return cls(unit, first, count, tokens)
+        return cls(unit, first, count, tokens, kept)
 
     def contradictions(
         self, commit: Commit, generated: Mapping[int, int] | None = None
@@ -59,17 +67,35 @@ class PlannedUnits:
             tokens = self.prompt_tokens[planned[0] : planned[0] + planned[1]].tolist()
             for at, num_tokens in enumerate(tokens):
                 said = None if generated is None else generated.get(at, 0)
-                problem = row_contradiction(commit, at, num_tokens, said)
+                problem = row_contradiction(commit, at, num_tokens, said, self.kept)
                 if problem:
                     yield problem
 
 
+def kept_positions(config: Mapping[str, Any]) -> slice | None:
+    """Return which positions of each prompt a run's config keeps; None where it does not say."""
+    capture = config.get("capture")
+    stated = capture.get("positions") if isinstance(capture, Mapping) else None
+    if stated == "last":
+        return slice(-1, None)
+    match = _SLICE.fullmatch(stated) if isinstance(stated, str) else None
+    if match is None:
+        return slice(None) if stated == "all" else None
+    start, stop = (None if part is None else int(part) for part in match.groups())
+    return slice(start, stop)
+
+
 def row_contradiction(
-    commit: Commit, place: int, num_tokens: int, generated: int | None = None
+    commit: Commit,
+    place: int,
+    num_tokens: int,
+    generated: int | None = None,
+    kept: slice | None = None,
 ) -> str | None:
     """Return how the rows of a stored prompt contradict its planned tokens, or None.
 
-    Rows lie within the prompt; those from position 0 cover it whole. Generation adds as many as
+    They are of the positions that the run keeps. Where it does not say which (`kept` None), they
+    lie within the prompt, and those from position 0 cover it whole. Generation adds as many as
     tokens were `generated` but the last; None: that is not known, and it may have added some.
     """
     prompts = commit.prompts
@@ -80,9 +106,12 @@ def row_contradiction(
     first, rows = prompts.first_position[place], prompts.num_rows[place]
     may_be_longer = generated is None and any(one.name == GENERATED for one in commit.objects)
     due = num_tokens + max(0, (generated or 0) - 1)
-    too_many = first + rows > due and not may_be_longer
-    too_few = first == 0 and rows < num_tokens
-    if too_many or too_few:
+    if kept is None:
+        kept = slice(first, first + rows) if first else slice(None)
+    start, stop, _ = kept.indices(num_tokens)
+    end = first + rows
+    goes_on = stop == num_tokens < end and (may_be_longer or end <= due)
+    if first != start or (end != stop and not goes_on):
         more = f" and {generated} generated ones" if generated else ""
         return (
             f"prompt {place} has {rows} rows from position {first}, the plan gives it "

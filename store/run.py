@@ -25,6 +25,7 @@ from store.explain import ReadCost
 from store.labelled import TokenAxis, label
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
+from store.planned_units import kept_positions
 from store.prompt_blocks import BlockReader, choose
 from store.run_format import LayerSemantics, ModelManifest, RunManifest, Site
 from store.run_index import Prompt, RunIndex, looking
@@ -104,7 +105,8 @@ class Run(AcrossPrompts):
                     f"there is no run at {objects.url}: it has no {keys.RUN}; check the location"
                 ) from error
             self._manifest = RunManifest.from_bytes(data, keys.RUN)
-            self._index = RunIndex(objects, self._reader, self._manifest.run_id)
+            kept = kept_positions(self._manifest.config)
+            self._index = RunIndex(objects, self._reader, self._manifest.run_id, kept)
             self._index.look(first, begin)
         self._arrays = UnitArrays(self._reader)
         self._model: RunModel | None = None

@@ -99,11 +99,15 @@ def looking(
 class RunIndex:
     """The prompts of one run, by id or by row. Empty until `look` or `refresh`."""
 
-    def __init__(self, objects: ObjectStore, threads: Threads, run_id: str) -> None:
+    def __init__(
+        self, objects: ObjectStore, threads: Threads, run_id: str, kept: slice | None = None
+    ) -> None:
+        """`kept`: the positions that the run keeps, as `store.planned_units` tells them."""
         self._objects = objects
         self._map = threads.map
         self._begin = threads.begin
         self._run_id = run_id
+        self._kept = kept
         self._lock = threading.RLock()
         self._commits: OrderedDict[str, Commit] = OrderedDict()
         self._summaries: dict[str, UnitSummary] = {}
@@ -275,11 +279,11 @@ class RunIndex:
         """Check a prompt's rows against the plan's tokens. Raises `FormatError`."""
         place = found.place
         planned = self.table()["num_tokens"][place.row].as_py()
-        problem = row_contradiction(found.commit, place.place, planned)
+        problem = row_contradiction(found.commit, place.place, planned, kept=self._kept)
         if problem is None and any(one.name == GENERATED for one in found.commit.objects):
             said = self.continuation(place.row)
             generated = 0 if said is None else len(said.token_ids)
-            problem = row_contradiction(found.commit, place.place, planned, generated)
+            problem = row_contradiction(found.commit, place.place, planned, generated, self._kept)
         if problem:
             raise FormatError(
                 f"the commit of unit {place.unit}: {problem} ({self.id_of(place.row)!r}); "

@@ -25,7 +25,7 @@ from store.model_check import model_contradictions
 from store.objects.protocol import ObjectStore
 from store.parquet_file import read_parquet
 from store.plan import read_segments
-from store.planned_units import PlannedUnits
+from store.planned_units import PlannedUnits, kept_positions
 from store.run_format import (
     Commit,
     Document,
@@ -63,7 +63,7 @@ def verify_run(
     model = _document(objects, keys.MODEL, ModelManifest, report, optional=True)
     if model is not None and run_id is not None and model.run_id != run_id:
         report.add(keys.MODEL, f"belongs to run {model.run_id}, not {run_id}")
-    planned = _check_plan(objects, run_id, report, deep=deep)
+    planned = _check_plan(objects, run, report, deep=deep)
     workers = threads or (DEEP_THREADS if deep else SHALLOW_THREADS)
     committed = list(committed_units(objects).items())
     if model is None and committed and not any(p.name == keys.MODEL for p in report.problems):
@@ -152,7 +152,7 @@ def _generated(objects: ObjectStore, commit: Commit, report: VerifyReport) -> di
 
 
 def _check_plan(
-    objects: ObjectStore, run_id: str | None, report: VerifyReport, *, deep: bool
+    objects: ObjectStore, run: RunManifest | None, report: VerifyReport, *, deep: bool
 ) -> PlannedUnits | None:
     """Check the plan's files and return its units, or None if they cannot be read."""
     try:
@@ -163,8 +163,8 @@ def _check_plan(
     tables, prompt_tokens = [], []
     for plan in plans:
         prefix = keys.plan_prefix(plan.segment)
-        if run_id is not None and plan.run_id != run_id:
-            report.add(prefix, f"belongs to run {plan.run_id}, not {run_id}")
+        if run is not None and plan.run_id != run.run_id:
+            report.add(prefix, f"belongs to run {plan.run_id}, not {run.run_id}")
         listed = {info.name[len(prefix) :]: info.bytes for info in objects.list(prefix)}
         for file in [*plan.prompts, *plan.units]:
             report.objects += 1
@@ -184,7 +184,8 @@ def _check_plan(
                 prompt_tokens.append(np.asarray(table["num_tokens"].to_numpy(), np.int32))
     if sum(table.num_rows for table in tables) != sum(plan.num_units for plan in plans):
         return None
-    return PlannedUnits.of(tables, prompt_tokens)
+    kept = None if run is None else kept_positions(run.config)
+    return PlannedUnits.of(tables, prompt_tokens, kept)
 
 
 def _check_snapshots(

@@ -180,13 +180,15 @@ def capture(
     return commit_unit(objects, write_unit(objects, shape, sample, attempt, repair=repair))
 
 
-def write_manifests(objects: ObjectStore, shape: SampleShape, lengths: list[list[int]]) -> None:
+def write_manifests(
+    objects: ObjectStore, shape: SampleShape, lengths: list[list[int]], **config: Any
+) -> None:
     """Write run.json, model.json and the plan for units of these prompt lengths."""
     run = RunManifest(
         run_id=RUN_ID,
         created="2026-01-01T00:00:00Z",
         frozen={},
-        config={"model": "sample"},
+        config={"model": "sample", **config},
         versions={},
     )
     objects.create(keys.RUN, run.to_bytes())

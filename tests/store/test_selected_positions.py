@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from store.commit import commit_unit
-from store.errors import SelectionError, SiteNotFound
+from store.errors import FormatError, SelectionError, SiteNotFound
 from store.export import ExportSelection, export
 from store.objects.local import LocalStore
 from store.run import Run, open_run
 from store.run_format import Commit
 from store.snapshot import write_snapshot
+from store.verify import verify_run
 from tests.store.sample_run import RUN_ID, SampleShape, make_unit, write_manifests, write_unit
 
 SHAPE = SampleShape(sites=("v", "z"), ranks=2)
@@ -48,6 +49,67 @@ def sample(request, tmp_path_factory) -> tuple[Run, dict[tuple[int, int], Array]
     if request.param == "snapshot":
         write_snapshot(objects, RUN_ID)
     return open_run(str(folder)), truth
+
+
+def write_kept(objects: LocalStore, positions: str, starts: list[int], rows: list[int]) -> Array:
+    """Write a run of one unit that says it keeps `positions`; return its z [L, T, H, D]."""
+    write_manifests(objects, SHAPE, [[10, 2, 7]], capture={"positions": positions})
+    unit = make_unit(SHAPE, 0, 0, rows, seed=9)
+    body = write_unit(objects, SHAPE, unit, "a0").model_dump()
+    body["prompts"]["first_position"] = starts
+    assert commit_unit(objects, Commit.model_validate(body)).won
+    return unit.arrays["z"]
+
+
+@pytest.mark.parametrize(
+    ("positions", "starts", "rows"),
+    [
+        ("0:3", [0, 0, 0], [3, 2, 3]),
+        (":3", [0, 0, 0], [3, 2, 3]),
+        ("1:-1", [1, 0, 1], [8, 0, 5]),
+        ("last", [9, 1, 6], [1, 1, 1]),
+        ("-3:", [7, 0, 4], [3, 2, 3]),
+    ],
+)
+def test_positions_that_the_config_keeps_are_read_and_sound(tmp_path, positions, starts, rows):
+    objects = LocalStore(tmp_path)
+    z_LTHD = write_kept(objects, positions, starts, rows)
+    assert verify_run(objects, deep=True).problems == []
+    write_snapshot(objects, RUN_ID)
+    run, row = open_run(str(tmp_path)), 0
+    for place, (start, kept) in enumerate(zip(starts, rows, strict=True)):
+        if kept:
+            got = run.read("z", prompt=place)
+            assert got.pos.values.tolist() == list(range(start, start + kept))
+            want_LTHD = z_LTHD[:, row : row + kept]
+            np.testing.assert_array_equal(got.values, want_LTHD.swapaxes(1, 2))
+        row += kept
+    seen = [
+        pair
+        for batch in run.batches(["z"], size=100)
+        for pair in zip(batch.prompt.tolist(), batch.pos.tolist(), strict=True)
+    ]
+    held = enumerate(zip(starts, rows, strict=True))
+    assert seen == [(place, start + i) for place, (start, kept) in held for i in range(kept)]
+
+
+@pytest.mark.parametrize(
+    ("positions", "starts", "rows"),
+    [
+        ("all", [0, 0, 0], [3, 2, 3]),
+        ("0:4", [0, 0, 0], [3, 2, 3]),
+        ("-3:", [6, 0, 4], [3, 2, 3]),
+        ("2:5", [1, 1, 1], [3, 1, 3]),
+    ],
+)
+def test_rows_of_other_positions_than_the_config_keeps_are_refused(
+    tmp_path, positions, starts, rows
+):
+    objects = LocalStore(tmp_path)
+    write_kept(objects, positions, starts, rows)
+    with pytest.raises(FormatError, match="attnstore verify"):
+        open_run(str(tmp_path)).read("z", prompt="p0")
+    assert not verify_run(objects, deep=True).ok
 
 
 def test_rows_carry_the_positions_they_are_of(sample) -> None:
