@@ -388,6 +388,7 @@ class Run(AcrossPrompts):
             sites=self.sites,
             layers=layers,
             semantics=None if model is None else next(iter(model.layers.values()), None),
+            chosen_heads=_chosen_heads(self.config),
             planned=(self._index.num_units, self._index.num_prompts),
             rows=self._index.unit_rows(),
         )
@@ -445,6 +446,14 @@ class Run(AcrossPrompts):
             select("key_pos", arrays[-1].positions, key, by_place=by_place),
         )
         return arrays, picked
+
+
+def _chosen_heads(config: Mapping[str, Any]) -> list[int] | None:
+    """Return the query heads that the config asked for; None where it asked for all."""
+    capture = config.get("capture")
+    heads = capture.get("heads") if isinstance(capture, dict) else None
+    chosen = isinstance(heads, list) and all(isinstance(head, int) for head in heads)
+    return heads if chosen else None
 
 
 def _model_field(manifest: RunManifest, name: str) -> str | None:

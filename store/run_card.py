@@ -43,10 +43,14 @@ class RunFacts:
         sites: Sequence[str],
         layers: Sequence[int],
         semantics: LayerSemantics | None,
+        chosen_heads: Sequence[int] | None = None,
         planned: tuple[int, int],
         rows: Mapping[str, NDArray[np.int64]],
     ) -> RunFacts:
-        """Count what the commits say, one row a unit. `planned` is (units, prompts)."""
+        """Count what the commits say, one row a unit. `planned` is (units, prompts).
+
+        `chosen_heads` are those that the config asked for; a run holds their whole groups.
+        """
         counts = {str(outcome): int(rows[str(outcome)].sum()) for outcome in Outcome}
         heads = ""
         if semantics is not None:
@@ -54,6 +58,8 @@ class RunFacts:
                 f"{semantics.num_heads} heads over {semantics.num_kv_heads} kv heads, "
                 f"d_head {semantics.head_size}"
             )
+            if chosen_heads:
+                heads = f"the groups of heads {describe(sorted(chosen_heads))} of {heads}"
         return cls(
             url=url,
             name=name,

@@ -104,6 +104,10 @@ def test_contributions_take_the_held_heads_own_part_of_the_output(captured, held
     assert np.allclose(run.contribution("p0", 2).values, want, rtol=1e-4, atol=1e-5)
 
 
+def test_the_run_says_that_it_holds_some_heads_only(captured) -> None:
+    assert "the groups of heads 1, 9, 12 of 16 heads over 8 kv heads" in repr(captured.run)
+
+
 def test_other_libraries_find_the_heads_in_the_arrays_attributes(captured, held) -> None:
     group = zarr.open_group(f"{captured.wanted.out}/data/00000000/a0", mode="r")
     assert group["z"].attrs["heads"] == held[0]

@@ -302,6 +302,20 @@ def test_repr_says_what_is_there(sample: tuple[Run, Truth]) -> None:
     assert run.url in run._repr_html_()
 
 
+@pytest.mark.parametrize(
+    ("heads", "shown"),
+    [
+        ([3, 1], "the groups of heads 1, 3 of 4 heads over"),
+        (None, "x 4 heads"),
+        ("all", "x 4 heads"),
+    ],
+)
+def test_repr_says_which_heads_were_chosen(sample, monkeypatch, heads, shown) -> None:
+    run, _ = sample
+    monkeypatch.setitem(run.config, "capture", {"heads": heads})
+    assert shown in repr(run)
+
+
 def test_a_view_reads_nothing_until_it_is_asked(tmp_path) -> None:
     objects = LocalStore(tmp_path)
     write_manifests(objects, shape_of(), [[6]])
