@@ -146,20 +146,18 @@ class BlockReader:
 
     def read(self, block: Block, *, layers: Indices | None = None) -> NDArray[Any]:
         """Return [L, H, R, D] of the block; `layers` (places in the pick) reads only some."""
-        array = self._array(block)
+        array, rows = self._found(block)
         picked, heads = self._axes(array)
         wanted = picked.indices if layers is None else picked.indices[layers]
         shape = (len(wanted), len(heads), block.num_rows, array.layout.record.head_size)
         out_LHRD = np.empty(shape, DTYPES[array.layout.record.dtype])
-        rows = self.rows(block)
         array.reader.read_into(array.prefix, array.layout, wanted, heads.indices, rows, out_LHRD)
         return out_LHRD
 
     def read_into(self, block: Block, out_LHRD: NDArray[Any], places: Indices) -> None:
         """Read the block into `out_LHRD`, its row i at row `places[i]`."""
-        array = self._array(block)
+        array, rows = self._found(block)
         layers, heads = (axis.indices for axis in self._axes(array))
-        rows = self.rows(block)
         array.reader.read_into(array.prefix, array.layout, layers, heads, rows, out_LHRD, places)
 
     def shape(self, block: Block) -> tuple[int, int, int]:
@@ -174,16 +172,34 @@ class BlockReader:
 
     def cost(self, block: Block) -> ReadCost:
         """Return what `read` of the block would cost; reads nothing."""
-        array = self._array(block)
+        array, rows = self._found(block)
         layers, heads = self._axes(array)
-        rows = self.rows(block)
         return array.reader.cost_of(array.layout, layers.indices, heads.indices, rows)
 
-    def rows(self, block: Block) -> Indices:
-        """Return the block's rows on its unit's token axis."""
-        stored = self._index.stored_places(block.unit)
-        parts = [prompt.places + stored[prompt.place] for prompt in block.prompts()]
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+    def _found(self, block: Block) -> tuple[PromptArray, Indices]:
+        """Return the array of the block's unit and the block's rows on its token axis.
+
+        Both are of one commit, and its rows are those that the block was cut from: a repair may
+        have taken its place since. Raises `DamagedObject` where they are not.
+        """
+        found = self._index.stored(block.first_row)
+        held = found.commit.prompts
+        for place, length, first in zip(
+            block.places.tolist(),
+            block.lengths.tolist(),
+            block.first_positions.tolist(),
+            strict=True,
+        ):
+            if (held.num_rows[place], held.first_position[place]) != (length, first):
+                raise DamagedObject(
+                    f"the commit of unit {block.unit} changed while it was read: prompt row "
+                    f"{block.first_prompt + place} has {held.num_rows[place]} rows from position "
+                    f"{held.first_position[place]}, not {length} from {first}; begin the stream "
+                    "anew, and if that does not help run `attnstore verify --deep`"
+                )
+        parts = [prompt.places + held.first_row[prompt.place] for prompt in block.prompts()]
+        rows = np.concatenate(parts) if parts else np.empty(0, np.int64)
+        return self._arrays.of(found, self.site), rows
 
     def _array(self, block: Block) -> PromptArray:
         return self._arrays.of(self._index.stored(block.first_row), self.site)

@@ -230,13 +230,6 @@ class RunIndex:
         if name is not None:
             self._beginning[name] = self._begin(partial(read_commit, self._objects, name))
 
-    def stored_places(self, unit: int) -> Sequence[int]:
-        """Return the first row, on the unit's token axis, of each of its prompts."""
-        commit = self.commit(unit)
-        if commit is None:
-            raise PromptNotStored(f"unit {unit} is not committed")
-        return commit.prompts.first_row
-
     def stored(self, prompt: Prompt) -> StoredPrompt:
         """Return a prompt's rows.
 

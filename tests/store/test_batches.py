@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from store import prompt_blocks
 from store.batches import Batch
-from store.errors import PromptNotStored, SiteNotFound
+from store.commit import begin_repair
+from store.errors import DamagedObject, PromptNotStored, SiteNotFound
 from store.objects.local import LocalStore
 from store.run import Run, open_run
-from tests.store.sample_run import SampleShape, capture, sample_units, write_manifests
+from store.snapshot import write_snapshot
+from tests.store.sample_run import RUN_ID, SampleShape, capture, sample_units, write_manifests
 
 LENGTHS = [[300, 0, 7, 2], [1, 520], [5]]
 STORED = [0, 2, 3, 4, 5]
@@ -168,4 +170,29 @@ def test_damage_surfaces_in_the_stream(tmp_path) -> None:
     capture(objects, shape, unit)
     next((tmp_path / "data").rglob("z/c/1/*/0/0")).unlink()
     with pytest.raises(OSError, match="z/c/1"):
+        list(open_run(str(tmp_path)).batches(["z"]))
+
+
+@pytest.mark.parametrize("again", [[300, 7, 0, 2], [300, 0, 9, 2], [300, 0, 6, 3]])
+def test_a_stream_never_reads_a_repair_by_the_rows_of_what_it_replaced(tmp_path, again) -> None:
+    objects, shape = LocalStore(tmp_path), SampleShape()
+    write_manifests(objects, shape, LENGTHS)
+    capture(objects, shape, sample_units(shape, LENGTHS)[0])
+    run = open_run(str(tmp_path))
+    stream = run.batches(["z"], prompts=["p0", "p2", "p3"], size=100)
+    assert sum(len(batch) for batch in stream) == 309
+    repaired = sample_units(shape, [again], seed=8)[0]
+    assert capture(objects, shape, repaired, "a1", repair=begin_repair(objects, 0)).won
+    run.refresh()
+    with pytest.raises(DamagedObject, match="unit 0 changed"):
+        list(stream)
+
+
+def test_a_snapshot_that_tells_other_rows_than_the_commit_is_noticed(tmp_path) -> None:
+    """As many rows as the prompts have tokens, shared out otherwise."""
+    objects, shape = LocalStore(tmp_path), SampleShape()
+    write_manifests(objects, shape, [[5, 10, 20]], capture={"sites": [*shape.sites]})
+    capture(objects, shape, sample_units(shape, [[5, 20, 10]])[0])
+    write_snapshot(objects, RUN_ID)
+    with pytest.raises(DamagedObject, match="unit 0 changed"):
         list(open_run(str(tmp_path)).batches(["z"]))
