@@ -115,7 +115,7 @@ def simulate(num_units: int, workers: int, done: np.ndarray) -> dict[str, Any]:
         dispatcher.step(clock, 0.0)
         clock += 1.0
         if int(clock) % 250 == 0:
-            memory.append(_resident_mib())
+            memory.append(_resident_mb())
     return {
         "units": missing,
         "workers": workers,
@@ -124,7 +124,7 @@ def simulate(num_units: int, workers: int, done: np.ndarray) -> dict[str, Any]:
         "units_committed": dispatcher.counters.committed,
         "failures_charged": dispatcher.counters.retries,
         "workers_lost": dispatcher.counters.workers_lost,
-        "resident_mib_first_and_last": [memory[0], memory[-1]] if memory else None,
+        "resident_mb_first_and_last": [memory[0], memory[-1]] if memory else None,
     }
 
 
@@ -204,7 +204,7 @@ def plan(num_prompts: int) -> dict[str, Any]:
             open_store(str(folder / "run")),
             parse_config(body),
             run_id=_RUN_ID,
-            progress=lambda _done: memory.append(_resident_mib()),
+            progress=lambda _done: memory.append(_resident_mb()),
         )
         seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     return {
@@ -212,7 +212,7 @@ def plan(num_prompts: int) -> dict[str, Any]:
         "tokens": manifest.num_tokens,
         "microseconds_per_prompt": round(seconds / num_prompts * 1e6, 1),
         "cpu_microseconds_per_prompt": round(cpu / num_prompts * 1e6, 1),
-        "resident_mib_after_each_file": memory[:: max(1, len(memory) // 12)],
+        "resident_mb_after_each_file": memory[:: max(1, len(memory) // 12)],
     }
 
 
@@ -228,9 +228,9 @@ def _word_model(folder: Path) -> Path:
     return folder
 
 
-def _resident_mib() -> float:
+def _resident_mb() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return round(pages * os.sysconf("SC_PAGESIZE") / 2**20, 1)
+    return round(pages * os.sysconf("SC_PAGESIZE") / 1e6, 1)
 
 
 _RUN_ID = "0" * 32
@@ -254,7 +254,7 @@ def main() -> None:
         "rest of a half-done run": simulate(options.units, options.workers, half),
         "resume of a half-done run": resume(options.units),
         "planning": plan(options.prompts),
-        "peak_resident_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "peak_resident_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 // 10**6,
     }
     print(json.dumps(results, indent=2))
 
