@@ -198,6 +198,7 @@ def plan(num_prompts: int) -> dict[str, Any]:
                 text = " ".join(f"w{(number * 7 + i) % 1000}" for i in range(number % 60 + 4))
                 stream.write(json.dumps({"id": f"prompt-{number}", "text": text}) + "\n")
         body = {"output": "x", "prompts": {"source": str(source)}, "model": str(model)}
+        body["capture"] = {"unit_tokens": 65_536}
         memory: list[float] = []
         started, cpu = time.perf_counter(), time.process_time()
         manifest = write_plan(
