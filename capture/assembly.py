@@ -21,7 +21,6 @@ from capture.lanes import Answer, Broken, Lane, OnAnswer, Rows, SlabDone
 from capture.pattern_rows import bundles
 from capture.rows import UnitLayout
 from capture.shard_loop import (
-    DropUnit,
     FailUnit,
     Message,
     OpenUnit,
@@ -97,14 +96,11 @@ class Assembly:
             return dict(self._layouts)
 
     def fail_unit(self, key: int, error: str) -> None:
-        """Mark an attempt as failed; its sealing then reports `error`."""
-        self._todo.put(FailUnit(key, error))
+        """Mark an attempt as failed; its sealing then reports `error`.
 
-    def drop_unit(self, key: int) -> None:
-        """Forget an attempt; what it has written stays behind for gc, never committed."""
-        with self._lock:
-            self._layouts.pop(key, None)
-        self._todo.put(DropUnit(key))
+        What it has written stays behind for gc, never committed.
+        """
+        self._todo.put(FailUnit(key, error))
 
     def submit(self, slab: Slab) -> None:
         """Take over a filled slab; it is released once every entry is placed or written."""

@@ -214,15 +214,15 @@ class CaptureEngine:
             if self._engine.busy:
                 for finished in self._step():
                     unit = self._units.get(finished.unit)
-                    if unit is None:
+                    if unit is None or unit.sealed:
                         continue
                     unit.unfinished -= 1
                     unit.running -= 1
                     self._note(unit, finished)
                     if finished.error is not None:
-                        self._engine.call("capture_drop_unit", finished.unit)
+                        self._engine.call("capture_fail_unit", finished.unit, finished.error)
                         self._engine.abort(finished.unit)
-                        unit.unfinished = 0
+                        unit.unfinished, unit.waiting = 0, []
                     if not unit.unfinished:
                         self._seal(finished.unit)
                     elif unit.waiting and not unit.running:

@@ -298,10 +298,6 @@ class RankCapture:
             )
         return OpenUnit(layout, cuts, held)
 
-    def drop_unit(self, key: int) -> None:
-        """Forget an attempt that will not be committed."""
-        self._writers.drop_unit(key)
-
     def fail_unit(self, key: int, reason: str) -> None:
         """Give up an attempt: its rows are still copied, then dropped; its report says `reason`."""
         self._writers.fail_unit(key, reason)

@@ -114,7 +114,7 @@ class StepRows:
 def plan_step(spans: Sequence[Span], layouts: Mapping[int, UnitLayout]) -> StepRows:
     """Plan a step: staged rows sorted by (unit, row), joined into as few runs as possible.
 
-    Spans of units that `layouts` does not know (dropped attempts) are left out. Raises
+    Spans of units that `layouts` does not know (sealed attempts) are left out. Raises
     `RowsMissing` where a span lies outside its prompt, which would be a row of nobody.
     """
     placed: list[tuple[int, int, int, int]] = []

@@ -76,13 +76,6 @@ class FailUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class DropUnit:
-    """Forget the attempt; there will be no report."""
-
-    key: int
-
-
-@dataclass(frozen=True, slots=True)
 class SealUnit:
     """No more rows of the attempt will come: report. `final` replaces the reserved layout."""
 
@@ -90,7 +83,7 @@ class SealUnit:
     final: OpenUnit | None = None
 
 
-Message = OpenUnit | FailUnit | DropUnit | SealUnit
+Message = OpenUnit | FailUnit | SealUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +196,6 @@ class ShardLoop:
             case FailUnit(key, error):
                 if (unit := self._units.get(key)) is not None:
                     unit.fail(error)
-            case DropUnit(key):
-                self._units.pop(key, None)
             case SealUnit(key, final):
                 return self._seal(key, final)
         return None

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from capture.errors import RowsMissing
 from capture.heads import HeadSlice
 from capture.rows import Run
 from capture.slabs import Entry, Slab, SlabMemory, SlabPool, TapShape
@@ -91,8 +92,14 @@ class Staging:
     ) -> None:
         """Stage rows of `x_TF` (all, or those that `index` picks, in its order) tile by tile.
 
-        `heads` says which of its heads are staged, and where; None: all of them, in order.
+        `heads` says which of its heads are staged, and where; None: all of them, in order. Raises
+        `RowsMissing` for fewer rows than `num_rows`: a copy would spread them over the others.
         """
+        if index is None and len(x_TF) < num_rows:
+            raise RowsMissing(
+                f"tap {tap} has {len(x_TF)} rows of {num_rows} that the step computes; a layer "
+                "that leaves out rows of a step cannot be captured"
+            )
         num_bytes = shape.staged_bytes(num_rows)
         if self._used and self._used + num_bytes > self.slot_bytes:
             self.flush()

@@ -25,6 +25,7 @@ from store.sealed_json import seal
 if TYPE_CHECKING:
     from capture.engine import CaptureEngine
 
+_SELF_CHECK = f"{keys.CHECKS}self-check.json"
 GOODBYE_SECONDS = 5.0
 """How long the last report has to leave the process before it ends."""
 
@@ -129,7 +130,7 @@ class CaptureWorker:
         from capture.self_check import MAX_PROMPTS, self_check
 
         spec = self._spec
-        if any(self._objects.list(keys.CHECKS)):
+        if any(info.name == _SELF_CHECK for info in self._objects.list(keys.CHECKS)):
             return
         started = time.monotonic()
         prompts = self._tasks.first_prompts(MAX_PROMPTS)
@@ -138,7 +139,7 @@ class CaptureWorker:
             seconds = round(time.monotonic() - started, 3)
             body = {"run_id": spec.run_id, **found.to_json(), "seconds": seconds}
             with contextlib.suppress(ObjectExists):
-                self._objects.create(f"{keys.CHECKS}self-check.json", seal(body))
+                self._objects.create(_SELF_CHECK, seal(body))
 
 
 def _leave_soon() -> None:

@@ -86,9 +86,6 @@ class _CaptureRpc:
     def capture_seal_unit(self, key: int, final: UnitLayout | None = None) -> None:
         self._capture.seal_unit(key, final)
 
-    def capture_drop_unit(self, key: int) -> None:
-        self._capture.drop_unit(key)
-
     def capture_fail_unit(self, key: int, reason: str) -> None:
         self._capture.fail_unit(key, reason)
 

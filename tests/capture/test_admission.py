@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +17,16 @@ from capture.commit_unit import CaptureShape
 from capture.engine import CaptureEngine
 from capture.rank import RankFacts
 from capture.rows import Positions
-from capture.settings import CaptureSettings, PromptTask, StoreLocation, UnitTask
+from capture.settings import (
+    CaptureSettings,
+    PromptTask,
+    StoreLocation,
+    UnitResult,
+    UnitStatus,
+    UnitTask,
+)
 from store.run_format import LayerSemantics, Site
+from tests.capture import random_engine
 
 LAYER = LayerSemantics(
     layer=0, module="a", num_heads=1, num_kv_heads=1, head_size=1, v_head_size=1, scale=1.0
@@ -130,3 +140,25 @@ def test_a_prompt_that_keeps_no_position_does_not_run(tmp_path: Path) -> None:
     engine = start(tmp_path, 1000, Positions(8, None))
     engine.admit(task(0, 8, 9))
     assert engine.step_engine.queued == [(0, 1)]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("batch_prompts", [0, 1, 2])
+def test_a_unit_whose_requests_vllm_ends_fails_once_with_what_vllm_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_prompts: int
+) -> None:
+    def ended(self: random_engine.RandomEngine) -> list[Finished]:
+        return [replace(one, error="vLLM ended the request: abort") for one in step(self)]
+
+    step = random_engine.RandomEngine.step
+    monkeypatch.setattr(random_engine.RandomEngine, "step", ended)
+    engine = random_engine.start(tmp_path, CaptureSettings(host_bytes=16 << 20, slot_bytes=1 << 20))
+    engine.admit(replace(random_engine.task(0, 0, [3, 4, 5, 6]), batch_prompts=batch_prompts))
+    deadline = time.monotonic() + 60
+    results: list[UnitResult] = []
+    while engine.in_flight and time.monotonic() < deadline:
+        results += engine.advance()
+    (result,) = results
+    assert result.status is UnitStatus.FAILED
+    assert result.error == "vLLM ended the request: abort"
+    assert not engine.step_engine.busy
+    engine.shutdown()

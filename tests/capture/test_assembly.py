@@ -201,14 +201,15 @@ def test_a_failing_put_fails_its_unit_alone(rank: Rank, tmp_path: Path) -> None:
     assert report.objects == ()
 
 
-def test_rows_of_a_dropped_unit_go_nowhere(rank: Rank) -> None:
+def test_rows_of_a_failed_unit_go_nowhere(rank: Rank) -> None:
     rank.open(1, [6])
     kept = rank.open(2, [6])
     rank.step(Span(1, 0, 0, 3), Span(2, 0, 0, 3))
-    rank.assembly.drop_unit(1)
+    rank.assembly.fail_unit(1, "as vLLM said")
     rank.step(Span(1, 0, 3, 3), Span(2, 0, 3, 3))
     assert_whole(rank, kept, rank.seal(2))
-    assert "not open" in rank.seal(1).error
+    report = rank.seal(1)
+    assert (report.error, report.objects) == ("as vLLM said", ())
 
 
 def test_an_error_of_no_unit_is_raised_at_the_next_check(rank: Rank) -> None:

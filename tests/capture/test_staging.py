@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from capture.errors import CaptureStalled
+from capture.errors import CaptureStalled, RowsMissing
 from capture.heads import head_share, head_slices
 from capture.rows import Run
 from capture.slabs import Slab, SlabMemory, SlabPool, TapShape
@@ -79,6 +79,13 @@ def test_only_held_heads_are_staged(dtype, index, held, group) -> None:
     assert staging.staged_bytes == shape.staged_bytes(count)
     staging.flush()
     assert np.array_equal(rows_of(slabs[0]).view(want.dtype), want)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 12])
+def test_a_tensor_of_fewer_rows_than_the_step_is_never_spread_over_them(rows) -> None:
+    staging, _ = make()
+    with pytest.raises(RowsMissing, match=f"{rows} rows of 16"):
+        staging.put(0, torch.randn(rows, 8), SHAPE, None, 16, ())
 
 
 def test_tensors_share_a_slab_until_it_is_full() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import jobs.worker
+from capture.self_check import SelfCheck
 from capture.settings import (
     CaptureSettings,
     EngineFacts,
@@ -150,3 +151,24 @@ def test_a_plan_that_cannot_be_read_fails_the_unit_and_not_the_worker(
     assert result.status is UnitStatus.FAILED
     assert "DamagedObject" in str(result.error)
     assert worker.engine.in_flight == 0
+
+
+def test_only_a_self_check_that_passed_spares_the_next_worker_its_own(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import capture.self_check
+
+    tried: list[int] = []
+
+    def check(_engine: Any, prompts: Any, *_: Any) -> SelfCheck:
+        tried.append(len(prompts))
+        return SelfCheck(4, 16, 0.0, "", 0.0, None, "", 1e-3, None, "")
+
+    monkeypatch.setattr(capture.self_check, "self_check", check)
+    objects = open_store(worker._spec.location.url)
+    # Left by a driver that was killed while it tried the store.
+    objects.put("checks/probe-0123456789abcdef-0", [b"first"])
+    worker._self_check(worker.engine)  # type: ignore[arg-type]
+    assert tried == [4]
+    worker._self_check(worker.engine)  # type: ignore[arg-type]
+    assert tried == [4]
