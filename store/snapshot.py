@@ -70,6 +70,8 @@ def find_committed(objects: ObjectStore, begin: Begin = Begun) -> CommittedUnits
             listed[mark[0]] = max(mark[1], listed.get(mark[0], 0))
     found.forget(found.columns["unit"][_without_commit(found, listed)])
     for unit, repair in listed.items():
+        if repair < found.lost.get(unit, 0):
+            continue  # What a repair replaced must not come back because the repair is gone.
         place = found.place(unit)
         if place is None or found.columns["repair"][place] != repair:
             found.newer[unit] = repair
@@ -78,9 +80,12 @@ def find_committed(objects: ObjectStore, begin: Begin = Begun) -> CommittedUnits
 
 def _without_commit(found: CommittedUnits, listed: dict[int, int]) -> NDArray[np.bool_]:
     """Which of the snapshot's rows, in folders that were listed, have lost their commit since."""
-    units = found.columns["unit"]
+    units, repairs = found.columns["unit"], found.columns["repair"]
     in_listed_folders = units >= found.complete_folders * keys.UNITS_PER_FOLDER
-    return in_listed_folders & ~np.isin(units, np.fromiter(listed, np.int64, len(listed)))
+    held = np.asarray([listed.get(unit, -1) for unit in units[in_listed_folders].tolist()])
+    lost = np.zeros(len(units), bool)
+    lost[in_listed_folders] = held < repairs[in_listed_folders]
+    return lost
 
 
 def write_snapshot(

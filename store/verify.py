@@ -76,7 +76,7 @@ def verify_run(
                 report.include(found)
                 if progress is not None:
                     progress(report)
-    _check_snapshots(objects, run_id, report, {unit for unit, _ in committed}, deep=deep)
+    _check_snapshots(objects, run_id, report, dict(committed), deep=deep)
     check_beside(objects, run_id, model, report, deep=deep)
     return report
 
@@ -192,7 +192,7 @@ def _check_snapshots(
     objects: ObjectStore,
     run_id: str | None,
     report: VerifyReport,
-    committed: set[int],
+    committed: dict[int, str],
     *,
     deep: bool,
 ) -> None:
@@ -214,11 +214,13 @@ def _check_snapshots(
 
 
 def _check_named(
-    objects: ObjectStore, snapshot: CommittedUnits, committed: set[int], report: VerifyReport
+    objects: ObjectStore, snapshot: CommittedUnits, committed: dict[int, str], report: VerifyReport
 ) -> None:
     """Find units whose commits were deleted after the snapshot; later ones are not listed yet."""
-    for unit in sorted(set(snapshot.columns["unit"].tolist()) - committed):
-        key = snapshot.key(unit) or ""
+    for unit in snapshot.columns["unit"].tolist():
+        key, held = snapshot.key(unit) or "", keys.parse_commit_key(committed.get(unit, ""))
+        if held is not None and held[1] >= snapshot.repair(unit):
+            continue
         try:
             objects.size(key)
         except ObjectNotFound:

@@ -56,3 +56,27 @@ def test_the_attempt_whose_commit_was_deleted_may_commit_again(objects):
     assert commit_unit(objects, commit).won
     assert verify_run(objects, deep=True).problems == []
     assert_same_values(committed_values(objects, keys.commit_key(0)), units[0].arrays)
+
+
+def test_a_repair_whose_commit_was_deleted_never_gives_back_what_it_replaced(objects):
+    write_run(objects, SHAPE, LENGTHS)
+    repaired, again = (sample_units(SHAPE, LENGTHS, seed=seed)[0] for seed in (8, 9))
+    assert capture(objects, SHAPE, repaired, "a1", repair=begin_repair(objects, 0)).won
+    write_snapshot(objects, RUN_ID)
+    objects.delete(keys.commit_key(0, 1))
+
+    found = find_committed(objects)
+    assert (found.units().tolist(), found.lost) == ([1], {0: 1})
+    run = Run(objects, ReadOptions())
+    with pytest.raises(PromptNotStored, match="pending"):
+        run.read("z", prompt="p0")
+    (problem,) = verify_run(objects).problems
+    assert (problem.name, problem.unit) == (keys.commit_key(0, 1), 0)
+    assert collect_garbage(objects).garbage == []
+
+    repair = begin_repair(objects, 0, named=found.repair(0))
+    assert repair == 2
+    assert capture(objects, SHAPE, again, "a2", repair=repair).won
+    read = run.refresh().read("z", prompt="p2")
+    assert np.array_equal(read.values, again.arrays["z"][:, 30:].swapaxes(1, 2))
+    assert verify_run(objects, deep=True).problems == []
