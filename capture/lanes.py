@@ -81,14 +81,19 @@ class Lane(Protocol):
 
 def serve(loop: ShardLoop, slabs: SlabMemory, message: Message | Rows, answer: OnAnswer) -> None:
     """Obey one message and answer; the same in a thread and in a process."""
-    if isinstance(message, Rows):
-        try:
+    part: PartReport | None = None
+    try:
+        if isinstance(message, Rows):
             loop.place(message.entries, slabs.slab(message.slab))
-        except Exception:  # noqa: BLE001
-            # Policy: rows that cannot be read as what they should be end the engine, with why.
-            answer(Broken(traceback.format_exc()))
+        else:
+            part = loop.handle(message)
+    except Exception:  # noqa: BLE001
+        # Policy: rows that cannot be read as what they should be, and messages that cannot be
+        # obeyed, end the engine, with why.
+        answer(Broken(traceback.format_exc()))
+    if isinstance(message, Rows):
         answer(SlabDone(message.slab))
-    elif (part := loop.handle(message)) is not None:
+    elif part is not None:
         answer(part)
 
 

@@ -14,10 +14,10 @@ import torch
 
 from capture.assembly import Assembly, RankReport
 from capture.errors import CaptureStalled
-from capture.lanes import process_lanes, thread_lanes
+from capture.lanes import Broken, process_lanes, serve, thread_lanes
 from capture.rows import Run, Span, UnitLayout, plan_step
 from capture.settings import StoreLocation
-from capture.shard_loop import OpenUnit, Tap
+from capture.shard_loop import OpenUnit, SealUnit, Tap
 from capture.slabs import Entry, Slab, TapShape
 from capture.staging import Staging
 from store.codec import Codec
@@ -210,6 +210,18 @@ def test_rows_of_a_failed_unit_go_nowhere(rank: Rank) -> None:
     assert_whole(rank, kept, rank.seal(2))
     report = rank.seal(1)
     assert (report.error, report.objects) == ("as vLLM said", ())
+
+
+def test_a_message_that_a_writer_cannot_obey_is_an_error_not_a_silence() -> None:
+    class Failing:
+        def handle(self, message: object) -> None:
+            raise IndexError("as a fault of ours would")
+
+    answers: list[object] = []
+    serve(Failing(), None, SealUnit(1), answers.append)  # type: ignore[arg-type]
+    (answer,) = answers
+    assert isinstance(answer, Broken)
+    assert "as a fault of ours would" in answer.error
 
 
 def test_an_error_of_no_unit_is_raised_at_the_next_check(rank: Rank) -> None:
