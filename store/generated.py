@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from store import keys
 from store.checksum import crc32c_of_parts, hex_crc32c
-from store.errors import DamagedObject, FormatError
+from store.errors import DamagedObject, FormatError, ObjectNotFound
 from store.objects.protocol import ObjectStore
 from store.run_format import Commit
 
@@ -67,13 +67,18 @@ def generated_bytes(continuations: Sequence[tuple[int, Continuation]]) -> bytes:
 def read_generated(objects: ObjectStore, commit: Commit) -> dict[int, Continuation]:
     """Return the unit's continuations by place; empty where it was captured without generation.
 
-    Raises `DamagedObject` where the stored bytes are not those that the commit names.
+    Raises `DamagedObject` where the stored bytes are not those that the commit names, or gone.
     """
     record = next((one for one in commit.objects if one.name == GENERATED), None)
     if record is None:
         return {}
     name = keys.attempt_prefix(commit.unit, commit.attempt) + GENERATED
-    data = objects.get(name, max_bytes=record.bytes)
+    try:
+        data = objects.get(name, max_bytes=record.bytes)
+    except ObjectNotFound as error:
+        raise DamagedObject(
+            f"{name}: a commit lists it, but it is not there; run `attnstore verify`"
+        ) from error
     if len(data) != record.bytes or hex_crc32c(crc32c_of_parts([data])) != record.crc32c:
         raise DamagedObject(f"{name} is not what was committed; run `attnstore verify`")
     try:

@@ -42,3 +42,10 @@ def test_a_flipped_byte_is_found(written, tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(DamagedObject, match="not what was committed"):
         read_generated(objects, commit)
+
+
+def test_a_missing_table_is_damage_like_any_missing_object(written) -> None:
+    objects, _, commit = written
+    objects.delete(keys.attempt_prefix(0, "a0") + GENERATED)
+    with pytest.raises(DamagedObject, match=r"generated.parquet: a commit lists it"):
+        read_generated(objects, commit)
