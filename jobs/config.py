@@ -135,7 +135,9 @@ class CaptureConfig(Section):
         Site.V,
         Site.Z,
     )
-    layers: Annotated[tuple[int, ...] | None, FROZEN] = None
+    layers: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...] | None, Field(min_length=1), FROZEN
+    ] = None
     """The model's layer numbers; null means every attention layer."""
     heads: Annotated[
         tuple[Annotated[int, Field(ge=0)], ...] | None, Field(min_length=1), FROZEN

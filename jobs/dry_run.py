@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from jobs.config import PatternMode, RunConfig
 from jobs.errors import QuotaExceeded
 from jobs.estimate import Estimate, Rates, estimate
-from jobs.model_identity import attention_shape, check_heads
+from jobs.model_identity import attention_shape, check_chosen
 from jobs.packing import UnitPacker
 from jobs.plan import make_prompter, read_unit_table
 from jobs.prepare import PreparedRun, committed_mask, find_run
@@ -30,7 +30,7 @@ from store.plan import read_prompt_file
 
 def preview(config: RunConfig, rates: Rates) -> Estimate:
     """Return the estimate of what `attnstore run` would do now."""
-    check_heads(config.model, config.capture.heads)
+    check_chosen(config.model, config.capture)
     location = config.location()
     objects = open_store(location.url, location.options)
     found = find_run(objects, config)

@@ -16,7 +16,7 @@ from typing import Any
 from capture.errors import UnsupportedModel, UnsupportedOption
 from capture.refusals import refuse_model, refuse_options
 from capture.settings import EngineSettings
-from jobs.config import ModelConfig
+from jobs.config import CaptureConfig, ModelConfig
 from jobs.errors import ConfigError
 
 _SMALL_FILE_BYTES = 64 << 20
@@ -142,13 +142,26 @@ def attention_shape(model: ModelConfig) -> AttentionShape:
     )
 
 
-def check_heads(model: ModelConfig, heads: tuple[int, ...] | None) -> None:
-    """Raise `ConfigError` for query heads that the model's own config does not promise."""
-    if heads is None:
+def check_chosen(model: ModelConfig, capture: CaptureConfig) -> None:
+    """Raise `ConfigError` for layers or query heads that the model's own config does not promise.
+
+    Which of the layers have attention only the engine knows; it also judges layers where the
+    model's config does not state how many there are.
+    """
+    if capture.layers is None and capture.heads is None:
         return
-    has = attention_shape(model).heads
-    unknown = [head for head in heads if head >= has]
-    if unknown:
-        raise ConfigError(
-            f"capture.heads names {unknown}, but {model.path} has query heads 0 to {has - 1}"
-        )
+    try:
+        shape = attention_shape(model)
+    except ConfigError:
+        if capture.heads is None:
+            return
+        raise
+    for key, chosen, kind, has in (
+        ("layers", capture.layers, "layers", shape.layers),
+        ("heads", capture.heads, "query heads", shape.heads),
+    ):
+        unknown = [number for number in chosen or () if number >= has]
+        if unknown:
+            raise ConfigError(
+                f"capture.{key} names {unknown}, but {model.path} has {kind} 0 to {has - 1}"
+            )

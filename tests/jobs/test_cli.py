@@ -165,14 +165,25 @@ def test_a_dry_run_counts_the_rows_that_generation_may_add(config_file: Path) ->
         assert json.loads(result.stdout)["tokens"] == rows, result.output
 
 
-def test_heads_that_the_model_has_not_are_refused_before_anything_is_written(
-    config_file: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("heads=[1, 2]", "capture.heads names [2], but"),
+        ("heads=[1, 2]", "query heads 0 to 1"),
+        ("layers=[0, 99]", "capture.layers names [99], but"),
+        ("layers=[0, 99]", "layers 0 to 0"),
+        *[(f"{key}=[]", f"capture.{key}: ") for key in ("layers", "heads")],
+        *[(f"{key}=[-1]", f"capture.{key}.0: ") for key in ("layers", "heads")],
+        *[(f"{key}=[0, 0]", f"{key} are listed twice") for key in ("layers", "heads")],
+    ],
+)
+def test_layers_and_heads_that_the_model_has_not_are_refused_before_anything_is_written(
+    config_file: Path, tmp_path: Path, chosen: str, message: str
 ) -> None:
     for more in (["--dry-run"], []):
-        result = attnstore("run", config_file, *more, "--set", "capture.heads=[1, 2]")
-        assert result.exit_code == 2
-        assert "capture.heads names [2], but" in result.stderr
-        assert "query heads 0 to 1" in result.stderr
+        result = attnstore("run", config_file, *more, "--set", f"capture.{chosen}")
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
     assert not (tmp_path / "run" / "run.json").exists()
 
 
