@@ -155,7 +155,7 @@ def resume(num_units: int) -> dict[str, Any]:
         started = time.perf_counter()
         segments = read_segments(objects)
         table = read_unit_table(objects, segments)
-        done = done_mask(find_committed(objects), len(table))
+        done = done_mask(find_committed(objects, _RUN_ID), len(table))
         missing = Schedule(table, done, max_attempts=3).num_missing
         seconds = time.perf_counter() - started
         assert missing == num_units - half - 1500

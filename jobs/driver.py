@@ -105,7 +105,7 @@ def run(
         _check_source(config, prepared, log)
         if options.repair:
             damaged = find_damage(objects, deep=options.deep, log=log)
-        if not damaged and committed_mask(objects, prepared.num_units).all():
+        if not damaged and committed_mask(objects, prepared).all():
             log.run_id = prepared.manifest.run_id
             log("nothing to do", units=prepared.num_units)
             return RunOutcome(read_status(objects), prepared.manifest.run_id)
@@ -181,7 +181,7 @@ def _capture(
     log: EventLog,
     view: Callable[[], ProgressView],
 ) -> Bound | None:
-    committed = find_committed(objects)
+    committed = find_committed(objects, prepared.manifest.run_id)
     done = done_mask(committed, prepared.num_units)
     units = unit_columns(objects, prepared)
     again = {*damaged, *(unit for unit in committed.lost if unit < len(units))}

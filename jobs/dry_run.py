@@ -80,7 +80,7 @@ def estimate_missing(
     Where rows are not just tokens it reads the plan's prompts, file by file.
     """
     table = read_unit_table(objects, run.segments)
-    missing = ~committed_mask(objects, run.num_units)
+    missing = ~committed_mask(objects, run)
     stored = StoredRows(config)
     if stored.all_tokens:
         return _estimate(config, table, table.num_tokens, missing, rates)
@@ -94,7 +94,7 @@ def check_quota(objects: ObjectStore, config: RunConfig, run: PreparedRun) -> No
         return
     held = read_status(objects).bytes
     table, stored = read_unit_table(objects, run.segments), StoredRows(config)
-    missing = ~committed_mask(objects, run.num_units)
+    missing = ~committed_mask(objects, run)
     most = stored.of_units(table.num_tokens, table.num_prompts)
     expected = _estimate(config, table, most, missing, Rates()).stored_bytes
     patterns = config.capture.pattern is PatternMode.STORED

@@ -144,13 +144,12 @@ def check_source(config: RunConfig, run: PreparedRun) -> str | None:
 
 def missing_units(objects: ObjectStore, run: PreparedRun) -> np.ndarray:
     """Return the numbers of the units without a commit, from one listing; int64, ascending."""
-    done = committed_mask(objects, run.num_units)
-    return np.flatnonzero(~done)
+    return np.flatnonzero(~committed_mask(objects, run))
 
 
-def committed_mask(objects: ObjectStore, num_units: int) -> np.ndarray:
+def committed_mask(objects: ObjectStore, run: PreparedRun) -> np.ndarray:
     """Return which units are committed; bool [num_units]."""
-    return done_mask(find_committed(objects), num_units)
+    return done_mask(find_committed(objects, run.manifest.run_id), run.num_units)
 
 
 def done_mask(committed: CommittedUnits, num_units: int) -> np.ndarray:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from jobs.bound import Bound, find_bound
+from jobs.prepare import read_manifest
 from jobs.schedule import QUARANTINED
 from store.commit import read_commit_leniently
 from store.committed_units import CommittedUnits
@@ -68,12 +69,13 @@ class RunStatus:
 
 
 def read_status(objects: ObjectStore) -> RunStatus:
-    """Count a run's units, prompts and bytes. Raises `DamagedObject` for a damaged commit.
+    """Count a run's units, prompts and bytes. Raises `RunNotFound`, and `DamagedObject` for a
+    damaged commit.
 
     Costs the newest snapshot, the commits after it, and 16 commits for their timings.
     """
     segments = read_segments(objects)
-    committed = find_committed(objects)
+    committed = find_committed(objects, read_manifest(objects).run_id)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="status") as pool:
         committed.load(objects, pool.map)
         names = map(committed.key, committed.units()[-_TIMED_UNITS:].tolist())

@@ -125,7 +125,7 @@ class RunIndex:
     def look(self, first: ObjectStore, begin: Begin) -> None:
         """Look for plan segments and commits through `first`, as `looking` gives it."""
         segments = self._own(read_segments(first))
-        committed = find_committed(first, begin)
+        committed = find_committed(first, self._run_id, begin)
         if self._model is None:
             self._model = _model_if_sound(first, self._run_id)
         with self._lock:

@@ -39,8 +39,10 @@ _FIRST = f"{keys.COMMITS}0"
 """Sorts before every commit. A listing after it is never one that was begun before."""
 
 
-def find_committed(objects: ObjectStore, begin: Begin = Begun) -> CommittedUnits:
+def find_committed(objects: ObjectStore, run_id: str, begin: Begin = Begun) -> CommittedUnits:
     """Return which units are committed, from the newest sound snapshot and one listing after it.
+
+    A snapshot of another run than `run_id` is passed over like a damaged one.
 
     Costs the snapshot plus the commits in folders that it does not call complete. Where nothing can
     be listed, only what the latest snapshot names is found. Raises `CannotList` if there is none.
@@ -48,11 +50,11 @@ def find_committed(objects: ObjectStore, begin: Begin = Begun) -> CommittedUnits
     try:
         names = snapshot_names(objects)
     except CannotList:
-        return _latest(objects)
+        return _latest(objects, run_id)
     # A commit missing from a listing is gone only if the listing is younger than the snapshot: this
     # one begins here, where the names of all snapshots are known.
     younger = begin(partial(first_page, objects, keys.COMMITS, _FIRST)) if names else None
-    found = _newest(objects, names, begin)
+    found = _newest(objects, run_id, names, begin)
     floor = found.complete_folders
     if floor:
         # The digit after a folder's name sorts behind everything inside the folder.
@@ -95,7 +97,7 @@ def write_snapshot(
 
     Safe with other writers of snapshots and of commits. Reads the commits since the last one.
     """
-    committed = find_committed(objects)
+    committed = find_committed(objects, run_id)
     committed.load(objects, map_)
     table = committed.table()
     name = f"{_next_sequence(objects):08d}-{secrets.token_hex(4)}"
@@ -150,9 +152,12 @@ def snapshot_names(objects: ObjectStore) -> list[str]:
 
 
 def read_snapshot(
-    objects: ObjectStore, name: str, run_id: str | None = None, begin: Begin = Begun
+    objects: ObjectStore, name: str, run_id: str | None, begin: Begin = Begun
 ) -> CommittedUnits:
-    """Return one snapshot's rows. Raises `DamagedObject` or `FormatError`; also for another run."""
+    """Return one snapshot's rows. Raises `DamagedObject` or `FormatError`.
+
+    Also where it belongs to another run than `run_id`; None where nothing tells which run it is.
+    """
     prefix = f"{keys.SNAPSHOTS}{keys.checked_segment(name)}/"
     data = objects.get(prefix + MANIFEST, max_bytes=MAX_JSON_BYTES)
     manifest = SnapshotManifest.from_bytes(data, prefix + MANIFEST)
@@ -179,11 +184,11 @@ def read_snapshot(
     )
 
 
-def _newest(objects: ObjectStore, names: list[str], begin: Begin) -> CommittedUnits:
+def _newest(objects: ObjectStore, run_id: str, names: list[str], begin: Begin) -> CommittedUnits:
     damage: list[str] = []
     for name in reversed(names):
         try:
-            found = read_snapshot(objects, name, begin=begin)
+            found = read_snapshot(objects, name, run_id, begin)
         except (RunError, ObjectNotFound) as error:
             damage.append(str(error))
             continue
@@ -192,7 +197,7 @@ def _newest(objects: ObjectStore, names: list[str], begin: Begin) -> CommittedUn
     return CommittedUnits.none(damage)
 
 
-def _latest(objects: ObjectStore) -> CommittedUnits:
+def _latest(objects: ObjectStore, run_id: str) -> CommittedUnits:
     try:
         data = objects.get(LATEST, max_bytes=MAX_JSON_BYTES)
     except ObjectNotFound:
@@ -200,7 +205,7 @@ def _latest(objects: ObjectStore) -> CommittedUnits:
             f"{objects.url} cannot list commits and has no snapshot; open the run where it is "
             "stored"
         ) from None
-    return read_snapshot(objects, SnapshotManifest.from_bytes(data, LATEST).name)
+    return read_snapshot(objects, SnapshotManifest.from_bytes(data, LATEST).name, run_id)
 
 
 def _repair_exists(objects: ObjectStore, found: CommittedUnits, unit: int, repair: int) -> bool:

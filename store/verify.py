@@ -210,7 +210,9 @@ def _check_snapshots(
                     report.add(prefix, message)
         except (RunError, StoreError) as error:
             report.add(prefix, error)
-    _document(objects, LATEST, SnapshotManifest, report, optional=True)
+    latest = _document(objects, LATEST, SnapshotManifest, report, optional=True)
+    if latest is not None and run_id is not None and latest.run_id != run_id:
+        report.add(LATEST, f"belongs to run {latest.run_id}, not {run_id}")
 
 
 def _check_named(

@@ -9,8 +9,10 @@ from typing import Any
 from capture.settings import CaptureSettings, UnitResult, UnitStatus
 from jobs.bound import find_bound
 from jobs.status import read_status
+from store import keys
 from store.attempt import AttemptWriter
 from store.objects.open import open_store
+from store.run_format import RunManifest
 from tests.capture.random_engine import start, task
 
 UNITS = 5
@@ -42,7 +44,10 @@ def bound_of(folder: Path, results: list[UnitResult]) -> tuple[str, str]:
         for name, seconds in result.timings.items():
             told[name] = told.get(name, 0.0) + seconds
     assert {"engine", "wait", "idle", "copy", "encode", "put", "commit"} == set(told)
-    found, in_status = find_bound(told), read_status(open_store(str(folder))).bound
+    objects = open_store(str(folder))
+    run = RunManifest(run_id="0" * 16, created="", frozen={}, config={}, versions={})
+    objects.put(keys.RUN, [run.to_bytes()])
+    found, in_status = find_bound(told), read_status(objects).bound
     assert found is not None
     assert in_status is not None
     return found.stage, in_status.stage

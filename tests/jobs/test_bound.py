@@ -10,7 +10,7 @@ from jobs.bound import find_bound
 from jobs.status import read_status
 from store.commit import commit_unit
 from store.objects.open import open_store
-from tests.store.sample_run import SampleShape, make_unit, write_unit
+from tests.store.sample_run import SampleShape, make_unit, write_manifests, write_unit
 
 COMPUTING = {"engine": 9.0, "wait": 0.5, "idle": 0.1}
 WAITING = {"engine": 3.0, "wait": 6.0, "idle": 1.0}
@@ -48,6 +48,8 @@ def test_nothing_measured_bounds_nothing() -> None:
 
 def test_status_says_it_of_the_last_units_and_nothing_where_commits_do_not_tell(tmp_path) -> None:
     objects, shape = open_store(str(tmp_path)), SampleShape()
+
+    write_manifests(objects, shape, [[3]] * 20)
 
     def commit(unit: int, timings: dict[str, float]) -> None:
         written = write_unit(objects, shape, make_unit(shape, unit, unit, [3], 0), "a")

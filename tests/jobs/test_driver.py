@@ -29,6 +29,7 @@ from jobs.errors import (
     SourceError,
 )
 from jobs.owner import RunOwner
+from jobs.prepare import read_manifest
 from jobs.snapshots import SnapshotKeeper
 from jobs.status import read_status
 from store.commit import committed_units, read_commit
@@ -138,7 +139,7 @@ def test_a_unit_whose_commit_was_deleted_is_captured_anew(
     first = read_commit(objects, lost).attempt
     objects.delete(lost)
     if snapshot == "complete folder":
-        assert find_committed(objects).complete_folders == 3
+        assert find_committed(objects, read_manifest(objects).run_id).complete_folders == 3
         assert verify_run(objects).damaged_units == [1]
     else:
         assert read_status(objects).as_json()["units"]["committed"] == 5
@@ -210,7 +211,8 @@ def test_snapshots_are_left_on_the_way_and_status_reads_them(
     monkeypatch.setattr(jobs.driver, "SnapshotKeeper", partial(SnapshotKeeper, every=3))
     config = drive.config([*TEXTS, ""])
     outcome = drive(config)
-    found = find_committed(open_store(config.output))
+    objects = open_store(config.output)
+    found = find_committed(objects, read_manifest(objects).run_id)
     assert found.snapshot is not None
     assert len(found.columns["unit"]) >= 3
     assert outcome.status.as_json()["prompts"]["stored"] == 12

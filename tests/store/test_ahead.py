@@ -136,7 +136,7 @@ def test_a_listing_older_than_the_snapshot_hides_no_commit_and_no_repair(tmp_pat
     put_commits(objects, range(3, 5))
     assert commit_unit(objects, small_commit(1, repair=1)).won
     write_snapshot(objects, RUN_ID)
-    found = find_committed(early)
+    found = find_committed(early, RUN_ID)
     assert found.units().tolist() == [0, 1, 2, 3, 4]
     assert found.key(1) == keys.commit_key(1, 1)
     assert found.table()["repair"].tolist() == [0, 1, 0, 0, 0]
@@ -147,13 +147,13 @@ def test_a_listing_older_than_a_complete_folder_is_not_used(tmp_path) -> None:
     put_commits(objects, range(999))
     early = Foreseen(objects, eager, gets=[], lists=[(keys.COMMITS, ""), ("", keys.BEFORE_PLAN)])
     put_commits(objects, range(999, 1002))
-    found = find_committed(early)
+    found = find_committed(early, RUN_ID)
     assert len(found) == 999
     write_snapshot(objects, RUN_ID)
     early = Foreseen(objects, eager, gets=[], lists=[(keys.COMMITS, ""), ("", keys.BEFORE_PLAN)])
     put_commits(objects, range(1002, 1004))
     assert commit_unit(objects, small_commit(7, repair=1)).won
-    found = find_committed(early)
+    found = find_committed(early, RUN_ID)
     assert (len(found), found.key(7)) == (1004, keys.commit_key(7, 1))
 
 

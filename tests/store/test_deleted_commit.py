@@ -27,7 +27,7 @@ def test_a_resume_captures_the_unit_again(objects, with_snapshot):
         write_snapshot(objects, RUN_ID)
     objects.delete(keys.commit_key(0))
 
-    found = find_committed(objects)
+    found = find_committed(objects, RUN_ID)
     assert found.units().tolist() == [1]
     run = Run(objects, ReadOptions())
     with pytest.raises(PromptNotStored, match="pending"):
@@ -65,7 +65,7 @@ def test_a_repair_whose_commit_was_deleted_never_gives_back_what_it_replaced(obj
     write_snapshot(objects, RUN_ID)
     objects.delete(keys.commit_key(0, 1))
 
-    found = find_committed(objects)
+    found = find_committed(objects, RUN_ID)
     assert (found.units().tolist(), found.lost) == ([1], {0: 1})
     run = Run(objects, ReadOptions())
     with pytest.raises(PromptNotStored, match="pending"):

@@ -91,7 +91,7 @@ def test_every_write_of_a_snapshot_failed(tmp_path, when):
     for number in range(4):
         with pytest.raises(InjectedFault):
             write_snapshot(FaultyStore(objects, number, when), RUN_ID)
-        found = find_committed(objects)
+        found = find_committed(objects, RUN_ID)
         assert found.units().tolist() == [0]
         assert found.snapshot is not None
         assert (found.snapshot != first) == (number == 3 or (number == 2 and when is When.AFTER))

@@ -19,6 +19,7 @@ from store.run_format import Commit
 from store.snapshot import find_committed
 from store.verify import verify_run
 from tests.store.committed_values import committed_values
+from tests.store.sample_run import RUN_ID
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 WITHOUT_TAGS = ["float32-raw", "bfloat16-raw", "bfloat16-fast", "float16-small"]
@@ -130,7 +131,7 @@ def test_the_commits_say_whether_there_are_tags(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_reader_and_the_snapshot_agree(kind):
-    found = find_committed(LocalStore(GOLDEN / kind / "run"))
+    found = find_committed(LocalStore(GOLDEN / kind / "run"), RUN_ID)
     assert found.snapshot is not None
     assert found.key(1) == keys.commit_key(1, 1)
     run = open_run(GOLDEN / kind / "run")

@@ -20,7 +20,7 @@ from store.run_format import Commit
 from store.sealed_json import seal, unseal
 from store.snapshot import find_committed
 from store.verify import verify_run
-from tests.store.sample_run import SampleShape, write_run
+from tests.store.sample_run import RUN_ID, SampleShape, write_run
 
 LENGTHS = [[30, 0, 7]]
 KEY = keys.commit_key(0)
@@ -188,7 +188,7 @@ def test_unknown_members_are_refused(run):
 
 def test_ids_are_data_and_never_names(tmp_path):
     from store.plan_writer import write_segment
-    from tests.store.sample_run import RUN_ID, capture, plan_tables, sample_units
+    from tests.store.sample_run import capture, plan_tables, sample_units
 
     objects = LocalStore(tmp_path / "run")
     tables = plan_tables([[3, 4]])
@@ -205,7 +205,7 @@ def test_foreign_names_among_commits_are_ignored(run):
                  "commits/000000/00000000.r01.json", "commits/repaired/x"):  # fmt: skip
         run.put(name, [b"{}"])
     assert committed_units(run) == {0: KEY}
-    assert find_committed(run).units().tolist() == [0]
+    assert find_committed(run, RUN_ID).units().tolist() == [0]
 
 
 def test_a_commit_under_another_name_is_refused(run):

@@ -66,13 +66,13 @@ def put_commits(objects: LocalStore, units: range) -> None:
 def test_rows_equal_what_the_commits_say(tmp_path):
     objects = CountingStore(tmp_path)
     write_run(objects, SampleShape(), [[300, 0, 7], [1, 52], [9]])
-    before = find_committed(objects)
+    before = find_committed(objects, RUN_ID)
     assert before.snapshot is None
     before.load(objects)
     manifest = write_snapshot(objects, RUN_ID)
     assert (manifest.units, manifest.complete_folders) == (3, 0)
     objects.reads.clear()
-    found = find_committed(objects)
+    found = find_committed(objects, RUN_ID)
     found.load(objects)
     assert not [name for name in objects.reads if name.startswith("commits/")]
     for name in COLUMNS:
@@ -94,7 +94,7 @@ def test_only_commits_after_the_snapshot_are_read(tmp_path):
     put_commits(objects, range(2500, 2510))
     objects.reads.clear()
     objects.listed = 0
-    found = find_committed(objects)
+    found = find_committed(objects, RUN_ID)
     found.load(objects)
     read = [name for name in objects.reads if name.startswith("commits/")]
     assert sorted(read) == [keys.commit_key(unit) for unit in range(2500, 2510)]
@@ -109,14 +109,14 @@ def test_a_repair_inside_a_complete_folder_is_seen(tmp_path):
     put_commits(objects, range(1000))
     write_snapshot(objects, RUN_ID)
     assert commit_unit(objects, small_commit(5, repair=1, failed=True)).won
-    found = find_committed(objects)
+    found = find_committed(objects, RUN_ID)
     assert found.key(5) == keys.commit_key(5, 1)
     assert len(found) == 1000
     found.load(objects)
     assert found.table()["repair"].tolist() == [int(unit == 5) for unit in range(1000)]
     assert found.all_exceptions()[5].reason == "too long"
     write_snapshot(objects, RUN_ID)
-    again = find_committed(objects)
+    again = find_committed(objects, RUN_ID)
     assert (again.newer, again.key(5)) == ({}, keys.commit_key(5, 1))
 
 
@@ -125,7 +125,7 @@ def test_an_announced_repair_that_never_was_changes_nothing(tmp_path):
     put_commits(objects, range(1000))
     write_snapshot(objects, RUN_ID)
     objects.put(keys.repair_mark(5, 1), [b""])
-    found = find_committed(objects)
+    found = find_committed(objects, RUN_ID)
     assert found.newer == {}
     assert found.key(5) == keys.commit_key(5)
 
@@ -141,7 +141,7 @@ def test_a_damaged_snapshot_is_passed_over(tmp_path, file):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
-    found = find_committed(objects)
+    found = find_committed(objects, RUN_ID)
     assert found.snapshot == first.name
     assert len(found.damage) == 1
     assert len(found) == 30
@@ -154,7 +154,7 @@ def test_units_may_be_committed_in_any_order(tmp_path):
             objects, write_unit(objects, shape, make_unit(shape, unit, 3 * unit, [4], 1), "a")
         )
         write_snapshot(objects, RUN_ID)
-    assert find_committed(objects).units().tolist() == [0, 2, 7, 1005]
+    assert find_committed(objects, RUN_ID).units().tolist() == [0, 2, 7, 1005]
 
 
 def test_complete_folders_are_leading_ones():
@@ -176,13 +176,13 @@ def test_every_back_end_lists_what_comes_after(objects, monkeypatch):
     assert write_snapshot(objects, RUN_ID).complete_folders == 3
     put_commits(objects, range(35, 52))
     assert commit_unit(objects, small_commit(7, repair=1)).won
-    found = find_committed(objects)
+    found = find_committed(objects, RUN_ID)
     assert found.complete_folders == 3
     assert found.units().tolist() == list(range(52))
     assert sorted(found.newer) == [7, *range(35, 52)]
     assert found.key(7) == keys.commit_key(7, 1)
     assert write_snapshot(objects, RUN_ID).complete_folders == 5
-    again = find_committed(objects)
+    again = find_committed(objects, RUN_ID)
     assert (again.newer, len(again)) == ({}, 52)
 
 
@@ -191,7 +191,7 @@ def test_a_row_whose_commit_was_deleted_counts_no_longer(tmp_path):
     put_commits(objects, range(4))
     write_snapshot(objects, RUN_ID)
     objects.delete(keys.commit_key(2))
-    found = find_committed(objects)
+    found = find_committed(objects, RUN_ID)
     assert found.units().tolist() == [0, 1, 3]
     assert found.key(2) is None
     found.load(objects)
@@ -200,4 +200,4 @@ def test_a_row_whose_commit_was_deleted_counts_no_longer(tmp_path):
     assert found.lost == {2: 0}
     repair = begin_repair(objects, 2, named=found.repair(2))
     commit_unit(objects, small_commit(2, repair=repair))
-    assert find_committed(objects).newer == {2: 1}
+    assert find_committed(objects, RUN_ID).newer == {2: 1}

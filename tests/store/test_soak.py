@@ -72,7 +72,7 @@ def test_kills_and_races(tmp_path, kind, request):
 
     committed = committed_units(objects)
     assert list(committed) == list(range(units))
-    assert find_committed(objects).units().tolist() == list(range(units))
+    assert find_committed(objects, RUN_ID).units().tolist() == list(range(units))
     for unit, key in committed.items():
         attempt = read_commit(objects, key).attempt
         assert_same_values(committed_values(objects, key), values_of(unit, attempt))

@@ -139,7 +139,7 @@ class StoreMachine(RuleBasedStateMachine):
             unit: keys.commit_key(unit, max(held)) for unit, held in self.model.items() if held
         }
         assert committed_units(self.objects) == expected
-        found = find_committed(self.objects)
+        found = find_committed(self.objects, RUN_ID)
         assert {unit: found.key(unit) for unit in found.units().tolist()} == expected
         for unit, key in expected.items():
             assert_same_values(

@@ -40,9 +40,9 @@ def test_a_run_is_read_over_http(tmp_path, web):
     samples = write_run(objects, SampleShape(), [[30, 0, 7], [9]])
     remote = open_store(web)
     with pytest.raises(CannotList, match="no snapshot"):
-        find_committed(remote)
+        find_committed(remote, RUN_ID)
     write_snapshot(objects, RUN_ID)
-    assert find_committed(remote).units().tolist() == [0, 1]
+    assert find_committed(remote, RUN_ID).units().tolist() == [0, 1]
     assert read_segments(remote) == read_segments(objects)
     with pytest.raises(ObjectNotFound):
         remote.get("absent.json", max_bytes=10)
