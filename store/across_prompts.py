@@ -22,7 +22,7 @@ from store.head_scores import Scorer, attention_to_tokens, scorer
 from store.objects.protocol import ObjectStore
 from store.prompt_blocks import BlockReader, Chosen, choose
 from store.run_format import LayerSemantics, Site
-from store.run_index import Prompt, RunIndex
+from store.run_index import Prompt, RunIndex, prompt_list
 from store.selection import Choice
 from store.site_names import REBUILT, NamedSite, SiteName
 from store.unit_arrays import UnitArrays
@@ -119,9 +119,9 @@ class AcrossPrompts:
         `tokens` are token ids, or a regular expression that a token's whole string must match,
         such as `r"\s*[.,;:]"`.
         """
-        named = list(prompts) if prompts is not None else None
-        ids = self._matching_ids(tokens, named) if isinstance(tokens, str) else list(tokens)
-        score = attention_to_tokens(np.asarray(ids, np.int64))
+        named = None if prompts is None else prompt_list(prompts)
+        ids = self._matching_ids(tokens, named) if isinstance(tokens, str) else tokens
+        score = attention_to_tokens(ids)
         return self._head_scores(score, "attention_to", named, layers, heads, per_prompt)
 
     def moments(
@@ -286,7 +286,7 @@ class AcrossPrompts:
         block_bytes: int,
     ) -> Chosen:
         """Cut the wanted prompts into blocks within `block_bytes`, at most `BLOCK_ROWS` rows."""
-        named = None if prompts is None else list(prompts)
+        named = None if prompts is None else prompt_list(prompts)
         chosen = choose(self._index, named, pos=pos, block_rows=BLOCK_ROWS)
         if not chosen.blocks:
             return chosen

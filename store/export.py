@@ -25,7 +25,7 @@ import xarray as xr
 from numpy.typing import DTypeLike
 
 from store.errors import ExportRefused, PackageMissing, RunError
-from store.selection import Choice
+from store.selection import Choice, integer
 
 if TYPE_CHECKING:
     from store.run import Run
@@ -285,7 +285,8 @@ def _npz_values(array: xr.DataArray) -> np.ndarray[Any, Any]:
 
 def _listed(choice: Choice) -> Choice:
     """Return a selection that keeps its axis: a scalar as a list of one."""
-    return [int(choice)] if isinstance(choice, (int, np.integer)) else choice
+    whole = integer(choice)
+    return choice if whole is None else [whole]
 
 
 def _needed(module: str) -> Any:

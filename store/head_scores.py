@@ -11,15 +11,20 @@ Legend: N heads, Q queries of a tile, K keys (all positions from 0).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from store.errors import SelectionError
+from store.selection import integers
+
 Float32 = NDArray[np.float32]
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+
+MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +100,18 @@ def scorer(kind: str) -> Scorer:
     return found
 
 
-def attention_to_tokens(token_ids: Indices) -> Scorer:
-    """Return a score: attention to earlier keys whose token is one of `token_ids`."""
-    wanted = np.unique(np.asarray(token_ids, np.int64))
+def attention_to_tokens(token_ids: Sequence[int] | Indices) -> Scorer:
+    """Return a score: attention to earlier keys whose token is one of `token_ids`.
+
+    Raises `TypeError` for what is no list of integers, `SelectionError` for what no token can be.
+    """
+    if isinstance(token_ids, (bytes, bytearray)):
+        raise TypeError(f"tokens={token_ids!r}: give a list of token ids, or a str to match")
+    numbers = integers("tokens", token_ids)
+    for number in numbers:
+        if not 0 <= number <= MAX_TOKEN_ID:
+            raise SelectionError(f"there is no token id {number}; they go from 0 to {MAX_TOKEN_ID}")
+    wanted = np.unique(np.asarray(numbers, np.int64))
 
     def score(tile: Tile) -> tuple[Float32, Mask]:
         is_wanted_K = np.isin(tile.token_ids, wanted)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from store.codec import DTYPES
 from store.errors import DamagedObject
 from store.explain import ReadCost
-from store.run_index import Prompt, RunIndex, UnitSummary
+from store.run_index import Prompt, RunIndex, UnitSummary, prompt_list
 from store.selection import AxisSelection, Choice, select
 from store.unit_arrays import PromptArray, UnitArrays
 
@@ -111,7 +111,7 @@ def choose(
         wanted = {unit: np.flatnonzero(summary.stored) for unit, summary in summaries.items()}
         missing = index.missing()
     else:
-        rows = index.rows_of(list(prompts))
+        rows = index.rows_of(prompt_list(prompts))
         summaries = index.summaries(np.unique(index.units_of(rows)).tolist())
         wanted = _named_places(index, rows, summaries)
     blocks: list[Block] = []

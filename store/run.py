@@ -28,7 +28,7 @@ from store.objects.protocol import ObjectStore
 from store.planned_units import kept_positions
 from store.prompt_blocks import BlockReader, choose
 from store.run_format import LayerSemantics, ModelManifest, RunManifest, Site
-from store.run_index import Prompt, RunIndex, looking
+from store.run_index import Prompt, RunIndex, is_one_prompt, looking
 from store.sealed_json import MAX_JSON_BYTES
 from store.selection import AxisSelection, Choice, select
 from store.site_names import REBUILT, NamedSite, SiteName, resolve
@@ -327,7 +327,7 @@ class Run(AcrossPrompts):
         named = self._resolve(site)
         layer = named.one_layer(layer)
         if named.site in REBUILT:
-            prompts = [prompt] if isinstance(prompt, (str, int)) else prompt
+            prompts = [prompt] if is_one_prompt(prompt) else prompt
             parts = [self._attention_parts(named, one, (layer, head, pos, None)) for one in prompts]
             return ReadCost.total(
                 stored_pattern.pattern_cost(arrays[0], picked)
@@ -335,7 +335,7 @@ class Run(AcrossPrompts):
                 else rebuild.cost(named.site, self.model.layers, arrays[0], arrays[-1], picked)
                 for arrays, picked in parts
             )
-        if isinstance(prompt, (str, int)):
+        if is_one_prompt(prompt):
             array = self._prompt_array(prompt, named.site)
             picked = array.select(layer, head, pos, by_place=False)
             return array.cost(*(axis.indices for axis in picked))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -34,7 +34,11 @@ from store.plan_tables import PlanTables, PromptTokens
 from store.planned_units import row_contradiction
 from store.run_format import Commit, ModelManifest, Outcome, PlanManifest
 from store.sealed_json import MAX_JSON_BYTES
+from store.selection import integer
 from store.snapshot import find_committed
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 Prompt = str | int
 """A prompt's id, or its row in the prompts table."""
@@ -42,6 +46,18 @@ Prompt = str | int
 KEPT_COMMITS = 64
 SEARCHED_IDS = 20_000
 PENDING = "pending"
+
+
+def is_one_prompt(prompts: Prompt | Iterable[Prompt]) -> TypeIs[Prompt]:
+    """Whether this names one prompt rather than several; bytes count as one, and name none."""
+    return isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable)
+
+
+def prompt_list(prompts: Iterable[Prompt]) -> list[Prompt]:
+    """Return several prompts as a list. Raises `PromptNotFound` where only one is given."""
+    if is_one_prompt(prompts):
+        raise PromptNotFound(f"{prompts!r} is no list of prompts: give ids or rows in a list")
+    return list(prompts)
 
 
 class Threads(Protocol):
@@ -392,8 +408,13 @@ class RunIndex:
 
     def _row_of_number(self, prompt: int) -> int:
         total = self.num_prompts
-        row = int(prompt)
-        if isinstance(prompt, bool) or not -total <= row < total:
+        row = integer(prompt)
+        if row is None:
+            raise PromptNotFound(
+                f"{prompt!r} names no prompt: give its id (a str) or its row (an int), "
+                f"not {type(prompt).__name__}"
+            )
+        if not -total <= row < total:
             raise PromptNotFound(
                 f"there is no prompt row {prompt}; the run has rows 0..{total - 1}"
             )

@@ -8,7 +8,8 @@ Python, also by label. Negative numbers count from the end of what is held.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 from store.errors import RunError, SelectionError, SiteNotFound
 
 Indices = NDArray[np.int64]
+
+MAX_LABEL = int(np.iinfo(np.int64).max)
+"""No label is larger: a larger number is never there, and must not wrap into one that is."""
 
 Choice = int | slice | Sequence[int] | NDArray[Any] | None
 """None is everything; a boolean array is a mask over the axis."""
@@ -61,12 +65,45 @@ def select(
     if picked.dtype == np.bool_:
         indices = _from_mask(name, picked, len(held))
         return AxisSelection(name, indices, held[indices], scalar=False)
-    if picked.size and not np.issubdtype(picked.dtype, np.integer):
-        raise TypeError(f"{name}={choice!r}: give ints, not {picked.dtype}")
+    numbers = choice if isinstance(choice, (list, tuple)) else picked
     if picked.ndim > 1:
         raise TypeError(f"{name}: a selection has one dimension, got {picked.ndim}")
-    indices = _find(name, axis, np.atleast_1d(picked).astype(np.int64), by_place)
+    indices = _find(name, axis, integers(name, numbers), by_place)
     return AxisSelection(name, indices, held[indices], scalar=picked.ndim == 0)
+
+
+def integers(name: str, values: Any) -> list[int]:
+    """Return one integer, or several, as Python's own, of any size; never rounds or wraps.
+
+    Raises `TypeError` for what is no integer: floats, strings, bytes, truth values, None.
+    """
+    if isinstance(values, np.ndarray):
+        if values.size and values.dtype.kind not in "iuO":
+            raise TypeError(f"{name}={values!r}: give ints, not {values.dtype}")
+        values = values.ravel().tolist()
+    is_one = isinstance(values, (str, bytes)) or not isinstance(values, Iterable)
+    found = []
+    for value in [values] if is_one else values:
+        whole = integer(value)
+        if whole is None:
+            raise TypeError(f"{name}={values!r}: give ints, not {type(value).__name__}")
+        found.append(whole)
+    return found
+
+
+def integer(value: object) -> int | None:
+    """Return an integer of whatever type as Python's own; None for what is no integer."""
+    if isinstance(value, (bool, np.bool_)):
+        return None
+    whole: int
+    try:
+        whole = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        array = np.asarray(value)
+        if array.ndim or array.dtype.kind not in "iu":
+            return None
+        whole = array.item()
+    return whole
 
 
 def describe(labels: Sequence[int] | Indices) -> str:
@@ -87,14 +124,14 @@ def _from_mask(name: str, mask: NDArray[np.bool_], size: int) -> Indices:
     return np.flatnonzero(mask).astype(np.int64)
 
 
-def _find(name: str, axis: Indices, wanted: Indices, by_place: bool) -> Indices:
+def _find(name: str, axis: Indices, wanted: Sequence[int], by_place: bool) -> Indices:
     size = len(axis)
     indices = np.empty(len(wanted), np.int64)
-    for i, value in enumerate(wanted.tolist()):
+    for i, value in enumerate(wanted):
         if value < 0 and -value <= size:
             indices[i] = size + value
             continue
-        place = int(np.searchsorted(axis, value))
+        place = int(np.searchsorted(axis, value)) if 0 <= value <= MAX_LABEL else size
         if value < 0 or place >= size or axis[place] != value:
             raise _error(name)(_not_held(name, axis, value, by_place))
         indices[i] = place
@@ -115,7 +152,7 @@ def _not_held(name: str, axis: Indices, value: int, by_place: bool) -> str:
 def _index_slice(name: str, axis: Indices, choice: slice) -> slice:
     """Turn a slice over labels into one over places; for labels 0..n-1 the two are the same."""
     for bound in (choice.start, choice.stop, choice.step):
-        if bound is not None and not isinstance(bound, (int, np.integer)):
+        if bound is not None and integer(bound) is None:
             raise TypeError(f"{name}={choice!r}: slice bounds are ints")
     step = 1 if choice.step is None else int(choice.step)
     if step == 0:
@@ -126,9 +163,10 @@ def _index_slice(name: str, axis: Indices, choice: slice) -> slice:
     def place(bound: Any) -> int | None:
         if bound is None:
             return None
+        bound = min(int(bound), MAX_LABEL)
         if bound < 0:
-            return max(int(bound) + size, -1) if step < 0 else max(int(bound) + size, 0)
-        found = int(np.searchsorted(axis, int(bound), side=side))  # type: ignore[call-overload]
+            return max(bound + size, -1) if step < 0 else max(bound + size, 0)
+        found = int(np.searchsorted(axis, bound, side=side))  # type: ignore[call-overload]
         return found if step > 0 else found - 1
 
     start, stop = place(choice.start), place(choice.stop)
