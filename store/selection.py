@@ -163,10 +163,10 @@ def _index_slice(name: str, axis: Indices, choice: slice) -> slice:
     def place(bound: Any) -> int | None:
         if bound is None:
             return None
-        bound = min(int(bound), MAX_LABEL)
-        if bound < 0:
-            return max(bound + size, -1) if step < 0 else max(bound + size, 0)
-        found = int(np.searchsorted(axis, bound, side=side))  # type: ignore[call-overload]
+        label: int = min(int(bound), MAX_LABEL)
+        if label < 0:
+            return max(label + size, -1) if step < 0 else max(label + size, 0)
+        found = int(np.searchsorted(axis, label, side=side))  # type: ignore[call-overload]
         return found if step > 0 else found - 1
 
     start, stop = place(choice.start), place(choice.stop)
