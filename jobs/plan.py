@@ -156,7 +156,9 @@ def prompt_table(prompts: Sequence[Prompt]) -> pa.Table:
     }
     names = dict.fromkeys(name for prompt in prompts for name in prompt.metadata)
     for name in names:
-        free = f"{name}_" if name in RESERVED_COLUMNS else name
+        free = name
+        while free in RESERVED_COLUMNS or (free != name and free in names):
+            free += "_"
         columns[free] = _metadata_column([p.metadata.get(name) for p in prompts])
     fields = [PROMPT_FIELDS.field(name) for name in PROMPT_FIELDS.names]
     fields += [pa.field(name, columns[name].type) for name in list(columns)[len(fields) :]]
@@ -228,13 +230,23 @@ def _ragged(rows: Sequence[np.ndarray]) -> pa.ListArray:
 
 
 def _metadata_column(values: Sequence[Any]) -> pa.Array:
-    """A column of one plain type where the values have one; else each value as JSON text."""
+    """A column of one plain type where all values have one exactly; else each as JSON text."""
     kinds = {type(value) for value in values if value is not None}
     if kinds <= {bool} or kinds <= {str}:
         return pa.array(values, pa.bool_() if kinds == {bool} else pa.string())
     if kinds <= {int} and all(v is None or -(1 << 63) <= v < 1 << 63 for v in values):
         return pa.array(values, pa.int64())
-    if kinds <= {int, float}:
+    if float in kinds <= {int, float} and all(map(_is_float, values)):
         return pa.array([None if v is None else float(v) for v in values], pa.float64())
     texts = [v if v is None or isinstance(v, str) else json.dumps(v, default=str) for v in values]
     return pa.array(texts, pa.string())
+
+
+def _is_float(value: Any) -> bool:
+    """Whether a number stays the same as a float; integers beyond 2^53 may not."""
+    if not isinstance(value, int):
+        return True
+    try:
+        return float(value) == value
+    except OverflowError:
+        return False

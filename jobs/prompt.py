@@ -1,7 +1,8 @@
 """Source records into prompts: ids, token ids, token strings, and the reason where one cannot run.
 
 Each text is tokenized exactly once, here; nothing later tokenizes again, so the stored ids are the
-ids that ran. A record that cannot be a prompt keeps its place and says why. Knows no units, no run.
+ids that ran. A record that cannot be a prompt keeps its place and says why, also where its id or
+one of its metadata cannot be written: that alone is left out. Knows no units, no run.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Prompter:
         content = config.token_ids_column or config.messages_column or config.text_column
         for number, record in enumerate(records):
             if number == 0 and content not in record.row:
-                names = list(map(str, record.row))
+                names = [_writable(str(name)) for name in record.row]
                 near = difflib.get_close_matches(content, names, n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise SourceError(
@@ -97,27 +98,30 @@ class Prompter:
     def _draft(self, place: int, record: SourceRecord) -> _Draft:
         config, row = self._config, record.row
         given = row.get(config.id_column) if config.id_column else None
-        prompt_id = f"p{place}" if given is None or given == "" else str(given)
+        prompt_id, fault = _prompt_id(given, place)
         used = {
             config.id_column,
             config.text_column,
             config.token_ids_column,
             config.messages_column,
         }
-        metadata = {str(key): value for key, value in row.items() if key not in used}
-        named = {"its id": prompt_id, **{f"its {key!r}": value for key, value in metadata.items()}}
-        broken = next((name for name, value in named.items() if not _is_unicode(value)), None)
-        if broken:
-            raise SourceError(f"{record.where}: {broken} {NOT_UNICODE}; remove it")
+        metadata: dict[str, Any] = {}
+        for key, value in ((str(key), value) for key, value in row.items() if key not in used):
+            if not _is_unicode(key):
+                fault = fault or f"the name of its column {key!r} {NOT_UNICODE}"
+            elif not _is_unicode(value):
+                fault = fault or f"its {key!r} {NOT_UNICODE}"
+            else:
+                metadata[key] = value
         text = row.get(config.text_column)
-        reason = SKIPPED if prompt_id in self._skip else None
+        reason = SKIPPED if prompt_id in self._skip else fault
         ids: Sequence[int] | None = None
         templated = False
         if config.token_ids_column is not None:
             ids, reason = self._given_ids(row.get(config.token_ids_column), reason)
         elif config.messages_column is not None:
-            text, fault = self._chat(row.get(config.messages_column))
-            reason, templated = reason or fault, True
+            text, refusal = self._chat(row.get(config.messages_column))
+            reason, templated = reason or refusal, True
         elif not isinstance(text, str):
             kind = "missing" if text is None else f"of type {type(text).__name__}, not a string"
             reason = reason or f"its text is {kind}"
@@ -149,7 +153,8 @@ class Prompter:
                 add_generation_prompt=self._config.add_generation_prompt,
             )
         except Exception as error:  # noqa: BLE001 - a template is a program of the model's author
-            return None, f"the chat template refused it: {type(error).__name__}: {error}"
+            told = _writable(str(error))
+            return None, f"the chat template refused it: {type(error).__name__}: {told}"
         return str(text), None
 
     def _tokenized(self, drafts: list[_Draft]) -> Iterator[Prompt]:
@@ -193,6 +198,25 @@ class Prompter:
             return known
         text = token_string(self._tokenizer, token)
         return self._strings.setdefault(token, text)
+
+
+def _prompt_id(given: Any, place: int) -> tuple[str, str | None]:
+    """Return a record's id, and why it cannot be used where it cannot.
+
+    The id in its stead has the place before it: with two such records, or a record that has by
+    chance what stands for the broken one, ids stay unique.
+    """
+    if given is None or given == "":
+        return f"p{place}", None
+    prompt_id = str(given)
+    if _is_unicode(prompt_id):
+        return prompt_id, None
+    return f"p{place}:{_writable(prompt_id)}", f"its id {NOT_UNICODE}"
+
+
+def _writable(text: str) -> str:
+    """A text with its halves of surrogate pairs spelled out, such as `\\ud800`."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _is_unicode(value: Any) -> bool:

@@ -130,7 +130,40 @@ def read_prompt_range(
             f"plan segment {manifest.segment} holds {found} of the {num_prompts} prompts from "
             f"{first_prompt}; run `attnstore verify`"
         )
-    return pa.concat_tables(parts, promote_options="permissive")
+    return join_tables(parts)
+
+
+def join_tables(tables: Sequence[pa.Table]) -> pa.Table:
+    """Return tables as one; a column that differs in type has a type that holds all exactly.
+
+    Text where there is no other: metadata come as each file's own values allow.
+    """
+    for name in dict.fromkeys(name for table in tables for name in table.column_names):
+        if len({t.schema.field(name).type for t in tables if name in t.column_names}) > 1:
+            tables = _of_one_type(tables, name)
+    return pa.concat_tables(tables, promote_options="permissive")
+
+
+def _of_one_type(tables: Sequence[pa.Table], name: str) -> list[pa.Table]:
+    columns = [table[name] if name in table.column_names else None for table in tables]
+    filled = [c for c in columns if c is not None and c.null_count < len(c)]
+    try:
+        parts = [pa.table({name: column}) for column in filled]
+        kind = pa.concat_tables(parts, promote_options="permissive").schema.field(0).type
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        kind = pa.string()  # no type in common, or one that would change a value
+    return [
+        table
+        if column is None
+        else table.set_column(table.column_names.index(name), name, _as(column, kind))
+        for table, column in zip(tables, columns, strict=True)
+    ]
+
+
+def _as(column: pa.ChunkedArray, kind: pa.DataType) -> pa.ChunkedArray:
+    if column.null_count == len(column):
+        return pa.chunked_array([pa.nulls(len(column), kind)])
+    return column.cast(kind)
 
 
 def read_prompt_file(
@@ -149,5 +182,4 @@ def _read_table(
     without: Sequence[str] = (),
 ) -> pa.Table:
     prefix = keys.plan_prefix(manifest.segment)
-    tables = [read_parquet(objects, prefix, file, columns, without) for file in files]
-    return pa.concat_tables(tables, promote_options="permissive")
+    return join_tables([read_parquet(objects, prefix, file, columns, without) for file in files])

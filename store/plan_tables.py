@@ -22,7 +22,14 @@ from numpy.typing import NDArray
 from store.ahead import Begin, Begun
 from store.errors import FormatError, PromptNotFound
 from store.objects.protocol import ObjectStore
-from store.plan import PROMPT_FIELDS, UNIT_FIELDS, read_prompt_file, read_prompts, read_units
+from store.plan import (
+    PROMPT_FIELDS,
+    UNIT_FIELDS,
+    join_tables,
+    read_prompt_file,
+    read_prompts,
+    read_units,
+)
 from store.run_format import PlanManifest
 
 Indices = NDArray[np.int64]
@@ -182,7 +189,7 @@ class PlanTables:
             self._reading = None
             raise
         parts = parts or [without_any.empty_table()]
-        return pa.concat_tables(parts, promote_options="permissive")
+        return join_tables(parts)
 
     @property
     def _is_small(self) -> bool:

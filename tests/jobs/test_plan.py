@@ -23,6 +23,7 @@ from jobs.plan import check_inputs, read_unit_table, write_plan
 from jobs.prompt_ids import PromptIds
 from store.objects.open import open_store
 from store.plan import read_prompts, read_segments
+from store.plan_tables import PlanTables
 
 RUN_ID = "0123456789abcdef"
 Configs = Callable[..., RunConfig]
@@ -345,3 +346,61 @@ def test_repeated_ids_are_found_in_memory_and_on_disk(ids: list[str], in_memory:
         found = known.repeated(most=1000)
     assert [again for _, again in found] == [again for _, again in expected]
     assert all(ids[earlier] == ids[again] and earlier < again for earlier, again in found)
+
+
+BIG = (1 << 53) + 1
+
+
+@pytest.mark.parametrize(
+    ("values", "kept"),
+    [
+        ([1, 2.5, None], [1.0, 2.5, None]),
+        ([BIG, 1.5, None], [str(BIG), "1.5", None]),
+        ([1 << 63, -1], [str(1 << 63), "-1"]),
+        ([10**400, 0.5], ["1" + "0" * 400, "0.5"]),
+        ([(1 << 63) + 1, None], [str((1 << 63) + 1), None]),
+        ([True, 1], ["true", "1"]),
+    ],
+)
+def test_metadata_keeps_every_value_exactly(
+    make_config: Configs, write_prompts: Prompts, tmp_path: Path, values: list, kept: list
+) -> None:
+    records = [{"id": f"p{i}", "text": "w1", "note": value} for i, value in enumerate(values)]
+    table = planned(make_config(write_prompts(records)), tmp_path / "run")
+    assert table["note"].to_pylist() == kept
+
+
+def test_metadata_named_as_the_plan_s_own_columns_gets_a_name_that_is_free(
+    make_config: Configs, write_prompts: Prompts, tmp_path: Path
+) -> None:
+    records = [{"id": "a", "text": "w1", "status": "mine", "status_": "other", "unit": 3}]
+    (row,) = planned(make_config(write_prompts(records)), tmp_path / "run").to_pylist()
+    assert (row["status__"], row["status_"], row["unit_"]) == ("mine", "other", 3)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "kept"),
+    [
+        (BIG, 1.5, [str(BIG), "1.5"]),
+        (1, 1.5, [1.0, 1.5]),
+        (1, "a", ["1", "a"]),
+        (True, "a", ["true", "a"]),
+        (True, 2, ["true", "2"]),
+        (None, 2, [None, 2]),
+    ],
+)
+def test_a_column_may_be_of_other_types_in_later_files(
+    make_config: Configs,
+    write_prompts: Prompts,
+    tmp_path: Path,
+    first: object,
+    second: object,
+    kept: list,
+) -> None:
+    objects = open_store(str(tmp_path / "run"))
+    one = write_prompts([{"id": "a", "text": "w1", "note": first}], "one.jsonl")
+    two = write_prompts([{"id": "b", "text": "w1", "note": second}], "two.jsonl")
+    segment = write_plan(objects, make_config(one), run_id=RUN_ID)
+    write_plan(objects, make_config(two), run_id=RUN_ID, before=[segment])
+    tables = PlanTables(objects, read_segments(objects))
+    assert tables.prompts()["note"].to_pylist() == kept
