@@ -30,6 +30,10 @@ class SiteNotFound(RunError, LookupError):
     """The run holds no such site, layer or head."""
 
 
+class NothingToReduce(RunError, ValueError):
+    """No stored prompt matches what was asked for, so there is nothing to take the mean of."""
+
+
 class SelectionError(RunError, IndexError):
     """A selection lies outside what the run holds."""
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from store.codec import DTYPES
-from store.errors import DamagedObject
+from store.errors import DamagedObject, FormatError
 from store.explain import ReadCost
 from store.run_index import Prompt, RunIndex, UnitSummary, prompt_list
 from store.selection import AxisSelection, Choice, select
@@ -180,22 +180,29 @@ class BlockReader:
         """Return the array of the block's unit and the block's rows on its token axis.
 
         Both are of one commit, and its rows are those that the block was cut from: a repair may
-        have taken its place since. Raises `DamagedObject` where they are not.
+        have taken its place since. Raises `DamagedObject` where they are not, `FormatError` where
+        the rows of a prompt contradict the plan, as the read of that prompt does.
         """
         found = self._index.stored(block.first_row)
         held = found.commit.prompts
+        problems = self._index.row_problems(found.commit)
         for place, length, first in zip(
             block.places.tolist(),
             block.lengths.tolist(),
             block.first_positions.tolist(),
             strict=True,
         ):
-            if (held.num_rows[place], held.first_position[place]) != (length, first):
+            stated = held.num_rows[place], held.first_position[place]
+            if stated != (length, first):
                 raise DamagedObject(
                     f"the commit of unit {block.unit} changed while it was read: prompt row "
-                    f"{block.first_prompt + place} has {held.num_rows[place]} rows from position "
-                    f"{held.first_position[place]}, not {length} from {first}; begin the stream "
+                    f"{block.first_prompt + place} has {stated[0]} rows "
+                    f"from position {stated[1]}, not {length} from {first}; begin the stream "
                     "anew, and if that does not help run `attnstore verify --deep`"
+                )
+            if place in problems:
+                raise FormatError(
+                    f"the commit of unit {block.unit}: {problems[place]}; run `attnstore verify`"
                 )
         parts = [prompt.places + held.first_row[prompt.place] for prompt in block.prompts()]
         rows = np.concatenate(parts) if parts else np.empty(0, np.int64)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from store import attention
 from store.attention import HeadRows
+from store.errors import NothingToReduce
 from store.head_scores import Scorer, Tile
 from store.prompt_blocks import Block, BlockReader, Chosen, split_rows
 from store.run_format import LayerSemantics
@@ -216,7 +217,7 @@ def moments(chosen: Chosen, reader: BlockReader) -> xr.Dataset:
         squares = squares + block_squares + delta**2 * (count * rows / both)
         count = both
     if mean is None or squares is None:
-        raise ValueError("no stored prompt matches: there is nothing to reduce")
+        raise NothingToReduce("no stored prompt matches: there is nothing to reduce")
     layers, heads = axes
     dims = ("layer", heads.name, "d_head")
     return xr.Dataset(

@@ -127,6 +127,7 @@ class RunIndex:
         self._lock = threading.RLock()
         self._commits: OrderedDict[str, Commit] = OrderedDict()
         self._summaries: dict[str, UnitSummary] = {}
+        self._problems: dict[str, dict[int, str]] = {}
         self._said: OrderedDict[tuple[int, str], dict[int, Continuation]] = OrderedDict()
         self._beginning: dict[str, Begun[Commit]] = {}
         self._plan = PlanTables(objects, [], self._begin)
@@ -186,8 +187,12 @@ class RunIndex:
         """Return what was generated after a prompt; None where nothing was, or not yet."""
         (unit,), (place,) = self._plan.units_of(np.asarray([row], np.int64))
         commit = self.commit(int(unit))
-        if commit is None or not any(one.name == GENERATED for one in commit.objects):
-            return None
+        return None if commit is None else self._continuations(commit).get(int(place))
+
+    def _continuations(self, commit: Commit) -> dict[int, Continuation]:
+        """Return what was generated after the prompts of a commit, by their places."""
+        if not any(one.name == GENERATED for one in commit.objects):
+            return {}
         name = (commit.unit, commit.attempt)
         with self._lock:
             said = self._said.get(name)
@@ -197,7 +202,7 @@ class RunIndex:
                 self._said[name] = said
                 while len(self._said) > KEPT_COMMITS:
                     self._said.popitem(last=False)
-        return said.get(int(place))
+        return said
 
     def locate(self, prompt: Prompt) -> PromptPlace:
         """Return the place of a prompt given by its id or its row in the prompts table.
@@ -287,17 +292,38 @@ class RunIndex:
     def check(self, found: StoredPrompt) -> None:
         """Check a prompt's rows against the plan's tokens. Raises `FormatError`."""
         place = found.place
-        planned = self.table()["num_tokens"][place.row].as_py()
-        problem = row_contradiction(found.commit, place.place, planned, kept=self._kept)
-        if problem is None and any(one.name == GENERATED for one in found.commit.objects):
-            said = self.continuation(place.row)
-            generated = 0 if said is None else len(said.token_ids)
-            problem = row_contradiction(found.commit, place.place, planned, generated, self._kept)
-        if problem:
+        if problem := self.row_problems(found.commit).get(place.place):
             raise FormatError(
                 f"the commit of unit {place.unit}: {problem} ({self.id_of(place.row)!r}); "
                 "run `attnstore verify`"
             )
+
+    def row_problems(self, commit: Commit) -> dict[int, str]:
+        """Return how the rows of a commit's prompts contradict the plan's tokens, by place.
+
+        Worked out once for as long as the commit is kept, since streams ask it of every block.
+        """
+        name = keys.commit_key(commit.unit, commit.repair)
+        with self._lock:
+            known = self._problems.get(name)
+            if known is not None and self._commits.get(name) is commit:
+                return known
+        first, count = commit.first_prompt, len(commit.prompts.outcome)
+        planned = self.table()["num_tokens"].slice(first, count).to_pylist()
+        said: dict[int, Continuation] | None = None
+        found: dict[int, str] = {}
+        for place, tokens in enumerate(planned):
+            problem = row_contradiction(commit, place, tokens, kept=self._kept)
+            if problem is None and any(one.name == GENERATED for one in commit.objects):
+                said = self._continuations(commit) if said is None else said
+                generated = len(said[place].token_ids) if place in said else 0
+                problem = row_contradiction(commit, place, tokens, generated, self._kept)
+            if problem:
+                found[place] = problem
+        with self._lock:
+            if self._commits.get(name) is commit:
+                self._problems[name] = found
+        return found
 
     def commit(self, unit: int) -> Commit | None:
         """Return the commit that counts for a unit, or None while there is none."""
@@ -319,9 +345,10 @@ class RunIndex:
             raise FormatError(f"{name}: {problem}; run `attnstore verify`")
         with self._lock:
             self._commits[name] = commit
+            self._problems.pop(name, None)
             self._summaries[name] = _summary(commit)
             while len(self._commits) > KEPT_COMMITS:
-                self._commits.popitem(last=False)
+                self._problems.pop(self._commits.popitem(last=False)[0], None)
         return commit
 
     def summaries(self, units: Iterable[int]) -> dict[int, UnitSummary]:
@@ -343,6 +370,7 @@ class RunIndex:
             return {}
         committed = self._loaded()
         rows = committed.table()
+        self._check_reach(rows)
         failed = np.asarray([one.prompt for one in committed.all_exceptions()], np.int64)
         lengths = np.asarray(self.table()["num_tokens"].to_numpy(), np.int64)
         found: dict[int, UnitSummary] = {}
@@ -376,12 +404,7 @@ class RunIndex:
         """Return every prompt's status (stored, failed, skipped, pending) and reason, by row."""
         committed = self._loaded()
         rows = committed.table()
-        beyond = rows["first_prompt"] + rows["num_prompts"] > self.num_prompts
-        if beyond.any():
-            raise FormatError(
-                f"unit {rows['unit'][beyond][0]} is committed, and the plan's {self.num_prompts} "
-                "prompts do not reach it; run `attnstore verify`"
-            )
+        self._check_reach(rows)
         status = np.full(self.num_prompts, PENDING, object)
         reason = np.full(self.num_prompts, None, object)
         for first, count in zip(rows["first_prompt"], rows["num_prompts"], strict=True):
@@ -389,6 +412,15 @@ class RunIndex:
         for one in committed.all_exceptions():
             status[one.prompt], reason[one.prompt] = str(one.outcome), one.reason
         return pa.array(status, pa.string()), pa.array(reason, pa.string())
+
+    def _check_reach(self, rows: dict[str, NDArray[np.int64]]) -> None:
+        """Raise `FormatError` where a committed unit lies outside of the plan."""
+        beyond = rows["first_prompt"] + rows["num_prompts"] > self.num_prompts
+        if beyond.any():
+            raise FormatError(
+                f"unit {rows['unit'][beyond][0]} is committed, and the plan's {self.num_prompts} "
+                "prompts do not reach it; run `attnstore verify`"
+            )
 
     def _own(self, segments: list[PlanManifest]) -> list[PlanManifest]:
         for plan in segments:
