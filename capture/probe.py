@@ -3,8 +3,8 @@
 `probe(layer, q, k, v, z, spans)` gets one layer's tensors as [rows, local heads, head size] (q and
 z: query heads, k and v: key-value heads) and the step's spans, and returns a dict of tensors with
 one row per token: [rows, local query heads] or [rows, local query heads, size]. Names, sizes and
-dtypes are found by a trial on rows of zeros and must not change. What it is given is memory that
-the model goes on using: it must copy what it keeps, and change nothing.
+dtypes are found by a trial on rows of zeros and must not change. It works on copies: whatever it
+does to them, the model goes on with its own tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from capture.errors import ProbeError
 from capture.rows import Span
 from store.run_format import Site
 
-TRIAL_ROWS = 3
+TRIAL_ROWS = (3, 5)
+"""Rows of the trial: the first that is not the number of heads, so that [heads, rows] shows."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,39}")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -50,23 +51,25 @@ class Probe:
             (layer.num_kv_heads, layer.v_head_size),
             (layer.num_heads, layer.v_head_size),
         )
-        rows = [torch.zeros(TRIAL_ROWS, *size, dtype=dtype, device=device) for size in sizes]
-        answer = self._answer(layer.layer, rows, [Span(None, 0, 0, TRIAL_ROWS)])
+        count = next(number for number in TRIAL_ROWS if number != layer.num_heads)
+        rows = [torch.zeros(count, *size, dtype=dtype, device=device) for size in sizes]
+        answer = self._answer(layer.layer, rows, [Span(None, 0, 0, count)])
         self.sites = tuple(
-            _site(path, name, value, layer.num_heads) for name, value in answer.items()
+            _site(path, name, value, (count, layer.num_heads)) for name, value in answer.items()
         )
 
     def __call__(
         self, layer: int, tensors_THD: Sequence[torch.Tensor], spans: Sequence[Span]
     ) -> list[torch.Tensor]:
         """Return the probe's tensors [rows, local heads, size] in the order of `sites`."""
-        answer = self._answer(layer, tensors_THD, spans)
+        answer = self._answer(layer, [tensor.clone() for tensor in tensors_THD], spans)
         found: list[torch.Tensor] = []
         for site in self.sites:
             value = answer.pop(site.name, None)
             rows, heads = tensors_THD[0].shape[:2]
             shape = (rows, heads, site.head_size)
-            if value is None or value.dtype != site.dtype or value.numel() != _product(shape):
+            right = {shape, shape[:2]} if site.head_size == 1 else {shape}
+            if value is None or value.dtype != site.dtype or tuple(value.shape) not in right:
                 got = None if value is None else (tuple(value.shape), value.dtype)
                 raise ProbeError(
                     f"probe {self.path} gave {got} for {site.name} at layer {layer}, {shape} of "
@@ -101,24 +104,17 @@ def _load(path: str) -> Callable[..., Any]:
     return function
 
 
-def _site(path: str, name: str, value: Any, heads: int) -> ProbeSite:
+def _site(path: str, name: str, value: Any, due: tuple[int, int]) -> ProbeSite:
     if not _NAME.fullmatch(name) or name in set(Site):
         raise ProbeError(f"probe {path}: {name!r} cannot be a site's name")
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
-    if shape is None or shape[:2] != (TRIAL_ROWS, heads) or len(shape) > 3 or 0 in shape:
+    if shape is None or shape[:2] != due or len(shape) > 3 or 0 in shape:
         raise ProbeError(
             f"probe {path}: {name} is {shape or type(value).__name__}, not [rows, local heads] or "
-            f"[rows, local heads, size] for {TRIAL_ROWS} rows of {heads} heads"
+            f"[rows, local heads, size] for {due[0]} rows of {due[1]} heads"
         )
     if value.dtype not in _DTYPES:
         raise ProbeError(
             f"probe {path}: {name} is {value.dtype}; give float32, float16 or bfloat16"
         )
     return ProbeSite(name, shape[2] if len(shape) == 3 else 1, value.dtype)
-
-
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

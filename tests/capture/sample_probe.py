@@ -21,3 +21,16 @@ def fails(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, A
 def wrong_rows(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
     """Return one number for the whole step."""
     return {"mean": z.mean()}
+
+
+def scribbles(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
+    """Write into everything that it is given."""
+    norm = z.float().norm(dim=-1)
+    for tensor in (q, k, v, z):
+        tensor.zero_()
+    return {"z_norm": norm}
+
+
+def heads_first(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
+    """Return [local heads, rows]."""
+    return {"z_norm": z.float().norm(dim=-1).transpose(0, 1)}

@@ -63,3 +63,27 @@ def test_a_probe_that_changes_its_answer_is_an_error() -> None:
     probe._function = sample_probe.fails
     with pytest.raises(ProbeError, match="z_norm at layer 0"):
         probe(0, rows, spans)
+
+
+def test_a_probe_that_writes_into_what_it_is_given_changes_no_row_of_the_model() -> None:
+    probe = make("scribbles")
+    rows = [torch.ones(5, heads, 8) for heads in (4, 2, 2, 4)]
+    (norm,) = probe(0, rows, [Span(None, 0, 0, 5)])
+    assert all(bool((tensor == 1).all()) for tensor in rows)
+    torch.testing.assert_close(norm, torch.full((5, 4, 1), 8**0.5))
+
+
+@pytest.mark.parametrize("heads", [2, 3, 4, 5])
+def test_heads_before_rows_are_refused_at_the_start_however_many_there_are(heads: int) -> None:
+    layer = LocalLayer(0, "attn", heads, heads, 8, 8, 1.0, None, None, None, None)
+    path = "tests.capture.sample_probe:heads_first"
+    with pytest.raises(ProbeError, match="not \\[rows, local heads\\]"):
+        Probe(path, layer, torch.float32, torch.device("cpu"))
+
+
+def test_heads_before_rows_are_refused_in_a_step_too() -> None:
+    layer = LocalLayer(0, "attn", 4, 4, 8, 8, 1.0, None, None, None, None)
+    probe = Probe("tests.capture.sample_probe:scribbles", layer, torch.float32, torch.device("cpu"))
+    probe._function = sample_probe.heads_first
+    with pytest.raises(ProbeError, match="z_norm at layer 0"):
+        probe(0, [torch.ones(6, 4, 8) for _ in range(4)], [Span(None, 0, 0, 6)])
