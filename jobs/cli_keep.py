@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jobs.cli_shared import JsonOption, RunArgument, StoreOption, kept_run, print_facts
+from jobs.cli_shared import JsonOption, RunArgument, StoreOption, finite, kept_run, print_facts
 from jobs.errors import ExitCode
 from store.byte_count import human_bytes
 
@@ -18,7 +18,10 @@ def status(
     run_url: RunArgument,
     as_json: JsonOption = False,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again until it is done.")] = False,
-    every: Annotated[float, typer.Option("--every", help="Seconds between looks.")] = 5.0,
+    every: Annotated[
+        float,
+        typer.Option("--every", min=0, max=86_400, callback=finite, help="Seconds between looks."),
+    ] = 5.0,
     options: StoreOption = [],  # noqa: B006
 ) -> None:
     """Say how far a run is, from its storage alone."""
@@ -42,7 +45,7 @@ def list_prompts(
         bool, typer.Option("--failed", help="Only prompts that are not stored, and why.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
-    limit: Annotated[int, typer.Option("--limit", help="At most so many; 0 for all.")] = 0,
+    limit: Annotated[int, typer.Option("--limit", min=0, help="At most so many; 0 for all.")] = 0,
     options: StoreOption = [],  # noqa: B006
 ) -> None:
     """List a run's prompts: id, tokens, what became of them and why."""

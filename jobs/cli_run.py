@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from jobs.cli_shared import ConfigArgument, JsonOption, SetOption, print_facts, told
+from jobs.cli_shared import ConfigArgument, JsonOption, SetOption, finite, print_facts, told
 from jobs.errors import ConfigError
 from store.byte_count import human_bytes
 
@@ -35,13 +35,18 @@ def run(
         typer.Option("--dry-run", help="Only say what would be stored and how long."),
     ] = False,
     tokens_per_second: Annotated[
-        float | None, typer.Option(help="For --dry-run: of one worker while it captures.")
+        float | None,
+        typer.Option(
+            min=0, callback=finite, help="For --dry-run: of one worker while it captures."
+        ),
     ] = None,
     store_gb_per_second: Annotated[
-        float | None, typer.Option(help="For --dry-run: what the object store takes in.")
+        float | None,
+        typer.Option(min=0, callback=finite, help="For --dry-run: what the object store takes in."),
     ] = None,
     dollars_per_tb_month: Annotated[
-        float | None, typer.Option(help="For --dry-run: the price of storage.")
+        float | None,
+        typer.Option(min=0, callback=finite, help="For --dry-run: the price of storage."),
     ] = None,
     log_units: Annotated[
         bool, typer.Option("--log-units", help="Log every unit's assignment and commit.")
@@ -124,16 +129,18 @@ def manifest(
     config: ConfigArgument,
     image: Annotated[str, typer.Option("--image", help="Image with attnstore and Ray in it.")],
     name: Annotated[str, typer.Option("--name", help="Name of the RayJob.")] = "attnstore",
-    cpus: Annotated[int, typer.Option("--cpus", help="CPUs of a worker's pod.")] = 8,
+    cpus: Annotated[int, typer.Option("--cpus", min=1, help="CPUs of a worker's pod.")] = 8,
     memory: Annotated[str, typer.Option("--memory", help="Memory of a worker's pod.")] = "64Gi",
     gpus: Annotated[
-        int | None, typer.Option("--gpus", help="GPUs of a worker; tensor_parallel_size if absent.")
+        int | None,
+        typer.Option("--gpus", min=0, help="GPUs of a worker; tensor_parallel_size if absent."),
     ] = None,
     secret: Annotated[
         str | None, typer.Option("--secret", help="Secret with the object store's credentials.")
     ] = None,
     backoff_limit: Annotated[
-        int, typer.Option("--backoff-limit", help="How often a new cluster takes the run up again.")
+        int,
+        typer.Option("--backoff-limit", min=0, help="How often a new cluster takes the run on."),
     ] = 20,
     overrides: SetOption = [],  # noqa: B006
 ) -> None:

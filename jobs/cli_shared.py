@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,13 @@ StoreOption = Annotated[
     list[str],
     typer.Option("--option", metavar="KEY=VALUE", help="Option of the run's object store."),
 ]
+
+
+def finite(value: float | None) -> float | None:
+    """Refuse an option that is no number; a range may let `nan` through."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not finite")
+    return value
 
 
 def opened(run_url: str, options: list[str]) -> ObjectStore:

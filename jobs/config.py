@@ -13,7 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from capture.rows import ALL_POSITIONS, Positions
 from capture.settings import CaptureSettings, EngineSettings, Generation, StoreLocation
@@ -159,6 +159,16 @@ class CaptureConfig(Section):
     """A function of yours, importable on the workers, whose tensors become sites."""
     output_weights: bool = False
     """Store W_O of every captured layer once, for `run.contribution`."""
+
+    @field_validator("positions", mode="before")
+    @classmethod
+    def _open_slice(cls, value: Any) -> Any:
+        """YAML reads `-8:` without quotes as a mapping of -8 to nothing."""
+        if isinstance(value, dict) and len(value) == 1:
+            ((start, stop),) = value.items()
+            if isinstance(start, int) and stop is None:
+                return f"{start}:"
+        return value
 
     @model_validator(mode="after")
     def _distinct(self) -> CaptureConfig:

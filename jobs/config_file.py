@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from jobs.config import RunConfig
+from jobs.config_yaml import read_yaml
 from jobs.errors import ConfigError
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -34,7 +35,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     if len(data) > MAX_CONFIG_BYTES:
         raise ConfigError(f"{name} is {len(data)} bytes long; give the path of a YAML file")
     try:
-        body = yaml.safe_load(data)
+        body = read_yaml(data)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} is not readable as YAML: {error}") from error
     if not isinstance(body, dict):
@@ -59,7 +60,7 @@ def apply_override(body: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise ConfigError(f"--set {override!r} is not key=value, e.g. --set workers.count=2")
     try:
-        value = yaml.safe_load(text)
+        value = read_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"--set {key}: {text!r} is not readable as YAML: {error}") from error
     *parents, last = key.strip().split(".")

@@ -209,3 +209,30 @@ def test_what_is_printed_for_people_has_no_blanks_behind_it(
         assert [line.rstrip() for line in lines] == lines
     assert f"run      {config.output}\n" in status.stdout
     assert "prompts  0 of 8 stored, 0 failed, 0 skipped\n" in status.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["ls", "RUN", "--limit", "-1"],
+        ["status", "RUN", "--watch", "--every", "-1"],
+        ["status", "RUN", "--watch", "--every", "inf"],
+        ["status", "RUN", "--watch", "--every", "nan"],
+        ["run", "CONFIG", "--dry-run", "--tokens-per-second", "nan"],
+        ["run", "CONFIG", "--dry-run", "--tokens-per-second", "-1"],
+        ["run", "CONFIG", "--dry-run", "--store-gb-per-second", "-1"],
+        ["run", "CONFIG", "--dry-run", "--dollars-per-tb-month", "-1"],
+        ["manifest", "kuberay", "CONFIG", "--image", "x", "--cpus", "0"],
+        ["manifest", "kuberay", "CONFIG", "--image", "x", "--gpus", "-1"],
+        ["manifest", "kuberay", "CONFIG", "--image", "x", "--backoff-limit", "-1"],
+    ],
+)
+def test_numbers_out_of_range_are_refused(
+    config_file: Path, make_config: Configs, write_prompts: Prompts, arguments: list[str]
+) -> None:
+    config = make_config(write_prompts(["w1 w2"]))
+    create_run(open_store(config.output), config)
+    named = {"RUN": config.output, "CONFIG": str(config_file)}
+    result = attnstore(*[named.get(argument, argument) for argument in arguments])
+    assert result.exit_code == 2, result.output
+    assert "Invalid" in result.stderr

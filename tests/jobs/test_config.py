@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from capture.settings import CaptureSettings
 from jobs.config import RunConfig, SpecialTokens
 from jobs.config_file import load_config, parse_config
+from jobs.config_yaml import read_yaml
 from jobs.errors import ConfigError
 from store.run_format import Site
 
@@ -84,6 +88,13 @@ def test_set_overrides_in_order_and_reads_yaml_values(tmp_path: Path) -> None:
         (BODY, "workers={min: 3, max: 2}", "exceeds"),
         (BODY, "workers.count", "not key=value"),
         (BODY, "output.deeper=1", "has no keys inside"),
+        (BODY + "output: y\n", None, "the key 'output' is given twice"),
+        (BODY + "workers: {count: 1, 'count': 2}\n", None, "the key 'count' is given twice"),
+        (BODY + "engine:\n  options:\n    - {a: 1, a: 2}\n", None, "the key 'a' is given twice"),
+        (BODY, "workers={count: 1, count: 2}", "the key 'count' is given twice"),
+        (BODY, "output=2024-02-45", "not readable as YAML"),
+        (BODY, f"workers.count={'9' * 5000}", "not readable as YAML"),
+        (BODY, f"prompts.skip={'[' * 5000}", "not readable as YAML"),
         ("output: [", None, "not readable as YAML"),
         ("- a\n", None, "must be a mapping"),
         ("output: x\n", None, "model: must be set"),
@@ -95,6 +106,37 @@ def test_a_wrong_config_says_what_and_where(
     with pytest.raises(ConfigError) as caught:
         load_config(written(tmp_path, text), [override] if override else [])
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5:2", "5:2"),
+        ("0:16", "0:16"),
+        ("1:30.5", "1:30.5"),
+        ("[5:2, 7, -1.5]", ["5:2", 7, -1.5]),
+        ("010", "010"),
+        ("0x10", 16),
+        ("1_000", 1000),
+        ("-0.5e-3", -0.0005),
+        (".inf", float("inf")),
+        ("{a: &one {x: 1}, b: {<<: *one, x: 2}}", {"a": {"x": 1}, "b": {"x": 2}}),
+    ],
+)
+def test_yaml_has_no_numbers_in_base_60_or_8(text: str, value: object) -> None:
+    assert read_yaml(text) == value
+
+
+@given(st.text("0123456789_:.eEobx+-", max_size=8))
+def test_what_yaml_is_written_for_a_text_is_read_as_that_text(text: str) -> None:
+    assert read_yaml(yaml.safe_dump({"key": text})) == {"key": text}
+
+
+@pytest.mark.parametrize("positions", ["5:2", "0:16", "-8:", ":-1", "1:59"])
+def test_positions_need_no_quotes(tmp_path: Path, positions: str) -> None:
+    path = written(tmp_path, BODY)
+    overrides = ["capture.sites=[z]", f"capture.positions={positions}"]
+    assert load_config(path, overrides).capture.positions == positions
 
 
 def test_a_missing_config_is_named(tmp_path: Path) -> None:
