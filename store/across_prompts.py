@@ -7,6 +7,7 @@ Everything here streams: memory is bounded by a buffer or a block, not by the ru
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from store.run_format import LayerSemantics, Site
 from store.run_index import Prompt, RunIndex, prompt_list
 from store.selection import Choice
 from store.site_names import REBUILT, NamedSite, SiteName
+from store.top_rows import top_rows
 from store.unit_arrays import UnitArrays
 
 if TYPE_CHECKING:
@@ -152,24 +154,33 @@ class AcrossPrompts:
         """Return the k rows with the largest norm, or dot product with `direction` (d_head).
 
         Columns: prompt_id, pos, token, layer, head, value; descending, over all picked layers and
-        heads together.
+        heads together. Rows whose value is NaN are left out: a warning says how many, and so does
+        the table's `schema.metadata[b"left_out"]`. Raises `SelectionError` for a direction of
+        another shape.
         """
         reader = self._row_reader(site, layers, heads)
         chosen = self._choose([reader], prompts, pos, reductions.BLOCK_BYTES)
-        found = reductions.top_rows(chosen, reader, k, direction)
-        rows = [self.tokens(row) for _, row, _, _, _ in found]
-        return pa.table(
+        found = top_rows(chosen, reader, k, direction)
+        if found.left_out:
+            warnings.warn(
+                f"{found.left_out} rows of {reader.site} have no value, for they hold NaN: "
+                "they are left out",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        tokens = [self.tokens(row.prompt) for row in found.rows]
+        strings = [t.strings[row.pos] for t, row in zip(tokens, found.rows, strict=True)]
+        table = pa.table(
             {
-                "prompt_id": pa.array([t.prompt for t in rows], pa.string()),
-                "pos": pa.array([pos for _, _, pos, _, _ in found], pa.int64()),
-                "token": pa.array(
-                    [t.strings[f[2]] for t, f in zip(rows, found, strict=True)], pa.string()
-                ),
-                "layer": pa.array([f[3] for f in found], pa.int64()),
-                "head": pa.array([f[4] for f in found], pa.int64()),
-                "value": pa.array([f[0] for f in found], pa.float64()),
+                "prompt_id": pa.array([t.prompt for t in tokens], pa.string()),
+                "pos": pa.array([row.pos for row in found.rows], pa.int64()),
+                "token": pa.array(strings, pa.string()),
+                "layer": pa.array([row.layer for row in found.rows], pa.int64()),
+                "head": pa.array([row.head for row in found.rows], pa.int64()),
+                "value": pa.array([row.value for row in found.rows], pa.float64()),
             }
         )
+        return table.replace_schema_metadata({"left_out": str(found.left_out)})
 
     def sql(self, query: str, **tables: pa.Table) -> pa.Table:
         """Return the answer of a DuckDB query over the tables `prompts`, `tokens` and `units`.

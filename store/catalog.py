@@ -14,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import xarray as xr
+from numpy.typing import NDArray
 
 from store import keys
 from store.errors import ObjectNotFound, RunError
@@ -22,6 +23,7 @@ from store.objects.protocol import ObjectStore
 from store.run import Run, open_run
 from store.run_index import Prompt
 from store.selection import describe
+from store.site_names import SCORES
 
 MAX_RUNS = 10_000
 SEEN_OF_A_RUN = 1000
@@ -132,8 +134,10 @@ def diff(
 
     Columns: site, layer, rows, max (largest absolute difference), mean (mean absolute difference),
     scale (largest absolute value in `first`). `prompts` are ids; None takes all that both store.
-    A site may be `pattern`. Raises `RunError` where token ids, heads or positions do not match, for
-    then rows do not correspond, or if there is nothing in common.
+    A site may be `pattern`, or `scores`, of which entries that are masked in both do not count; one
+    masked in only one of them differs by infinity. NaN stays NaN, also where both hold it. Raises
+    `RunError` where token ids, heads or positions do not match, for then rows do not correspond, or
+    if there is nothing in common.
     """
     shared_sites = list(sites) if sites else [s for s in first.sites if s in second.sites]
     layers = [layer for layer in first.layers if layer in second.layers]
@@ -144,8 +148,8 @@ def diff(
         )
     rows: list[dict[str, Any]] = []
     for site in shared_sites:
-        most, total, scale = (np.zeros(len(layers)) for _ in range(3))
-        values = counted = 0
+        most, total, scale, values = (np.zeros(len(layers)) for _ in range(4))
+        counted = 0
         for prompt in ids:
             _check_tokens(first, second, prompt)
             a, b = (
@@ -153,12 +157,13 @@ def diff(
                 for run in (first, second)
             )
             _check_labels(a, b, f"{site} of {prompt!r}", first, second)
-            gap = np.abs(a.values - b.values)
+            gap, is_counted = _gaps(a.values, b.values, is_scores=a.name == SCORES)
             axes = tuple(range(1, gap.ndim))
             np.maximum(most, gap.max(axis=axes, initial=0), out=most)
-            np.maximum(scale, np.abs(a.values).max(axis=axes, initial=0), out=scale)
+            held = np.where(is_counted, np.abs(a.values), 0)
+            np.maximum(scale, held.max(axis=axes, initial=0), out=scale)
             total += gap.sum(axis=axes, dtype=np.float64)
-            values += gap[0].size
+            values += np.count_nonzero(is_counted, axis=axes)
             counted += gap.shape[2]
         for place, layer in enumerate(layers):
             rows.append(
@@ -167,11 +172,24 @@ def diff(
                     "layer": layer,
                     "rows": counted,
                     "max": float(most[place]),
-                    "mean": float(total[place] / max(values, 1)),
+                    "mean": float(total[place] / max(values[place], 1)),
                     "scale": float(scale[place]),
                 }
             )
     return pa.Table.from_pylist(rows)
+
+
+def _gaps(
+    a: NDArray[np.float32], b: NDArray[np.float32], *, is_scores: bool
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Return absolute differences, 0 between equal infinities, and which entries count."""
+    is_counted = np.ones(a.shape, bool)
+    if is_scores:
+        is_counted = ~(np.isneginf(a) & np.isneginf(b))
+    is_same = a == b
+    gap = np.zeros_like(a)
+    np.subtract(a, b, out=gap, where=~is_same)
+    return np.abs(gap), is_counted
 
 
 def _shared_prompts(first: Run, second: Run) -> list[str]:

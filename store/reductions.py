@@ -8,7 +8,6 @@ Legend: L layers, N heads, R rows, D head size, Q queries of a tile, K keys.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -177,7 +176,8 @@ def score_table(
     parts = []
     for score in scores:
         size = len(layers) * len(heads)
-        mean = score.total / score.queries if score.queries else np.full_like(score.total, np.nan)
+        # Null where nothing counted; NaN, which a query must not take for that, stays NaN.
+        mean = score.total.ravel() / (score.queries or np.nan)
         parts.append(
             pa.table(
                 {
@@ -185,7 +185,7 @@ def score_table(
                     "layer": pa.array(np.repeat(np.asarray(layers, np.int64), len(heads))),
                     "head": pa.array(np.tile(np.asarray(heads, np.int64), len(layers))),
                     "queries": pa.array(np.full(size, score.queries, np.int64)),
-                    "score": pa.array(mean.ravel(), from_pandas=True),
+                    "score": pa.array(mean) if score.queries else pa.nulls(size, pa.float64()),
                 }
             )
         )
@@ -196,15 +196,20 @@ def moments(chosen: Chosen, reader: BlockReader) -> xr.Dataset:
     """Return mean and std over all rows, dims (layer, head|kv_head, d_head), and the row count.
 
     Merged block by block as in Chan, Golub and LeVeque 1979, which does not lose digits when the
-    mean is large.
+    mean is large. A component that is NaN or infinite in any row has mean and std NaN, and no other
+    has; `attrs["not_finite"]` counts such values.
     """
-    count = 0
+    count = not_finite = 0
     mean: Float64 | None = None
     squares: Float64 | None = None
     axes: Any = None
     for block, layer_rows in _blocks(chosen, reader):
         axes = axes or reader.axes(block)
         values = layer_rows.astype(np.float64)
+        is_finite = np.isfinite(values)
+        not_finite += int(values.size - np.count_nonzero(is_finite))
+        # From NaN no sum comes back, from infinities some do.
+        values[~is_finite] = np.nan
         rows = values.shape[2]
         block_mean = values.mean(axis=2)
         block_squares = ((values - block_mean[:, :, None]) ** 2).sum(axis=2)
@@ -223,50 +228,8 @@ def moments(chosen: Chosen, reader: BlockReader) -> xr.Dataset:
     return xr.Dataset(
         {"mean": (dims, mean), "std": (dims, np.sqrt(squares / count))},
         coords={"layer": layers.labels, heads.name: heads.labels},
-        attrs={"rows": count, "site": reader.site},
+        attrs={"rows": count, "site": reader.site, "not_finite": not_finite},
     )
-
-
-def top_rows(
-    chosen: Chosen, reader: BlockReader, k: int, direction_D: NDArray[Any] | None
-) -> list[tuple[float, int, int, int, int]]:
-    """Return the k rows with the largest value: (value, prompt row, pos, layer, head), descending.
-
-    The value is the dot product with `direction_D`, or the norm if it is None. Ties go to the
-    earlier prompt, position, layer and head.
-    """
-    best: list[tuple[float, int, int, int, int]] = []
-    for block, values_LNRD in _blocks(chosen, reader):
-        layers, heads = reader.axes(block)
-        values = values_LNRD.astype(np.float32)
-        found_LNR = (
-            np.linalg.norm(values, axis=3)
-            if direction_D is None
-            else values @ np.asarray(direction_D, np.float32)
-        )
-        prompts = block.prompts()
-        prompt = np.concatenate([np.full(len(p.places), p.row) for p in prompts])
-        pos = np.concatenate([p.positions for p in prompts])
-        flat = found_LNR.ravel()
-        keep = (
-            np.argpartition(-flat, min(k, flat.size) - 1)[:k]
-            if flat.size > k
-            else np.arange(flat.size)
-        )
-        for place in keep.tolist():
-            layer, head, row = np.unravel_index(place, found_LNR.shape)
-            entry = (
-                float(flat[place]),
-                -int(prompt[row]),
-                -int(pos[row]),
-                -int(layers.labels[layer]),
-                -int(heads.labels[head]),
-            )
-            if len(best) < k:
-                heapq.heappush(best, entry)
-            else:
-                heapq.heappushpop(best, entry)
-    return [(v, -p, -s, -n, -h) for v, p, s, n, h in sorted(best, reverse=True)]
 
 
 def _blocks(chosen: Chosen, reader: BlockReader) -> Iterator[tuple[Block, NDArray[Any]]]:

@@ -252,8 +252,8 @@ class Run(AcrossPrompts):
         Rebuilt from rot_q and rot_k by `store.attention`, or as stored; the softmax always runs
         over every key, whichever `key` positions are returned. With `topk` only the so many
         strongest of these keys, largest first: `key_pos` then is a coordinate beside each value
-        along `top`, -1 where a query has fewer, and the whole pattern is never held. Raises as
-        `read` does.
+        along `top`, -1 where a query has fewer, and the whole pattern is never held; NaN comes
+        last, and `attrs["nans"]` counts it. Raises as `read` does.
         """
         choices = (layer, head, query, key)
         if topk is None:
@@ -263,6 +263,7 @@ class Run(AcrossPrompts):
         )
         found = strongest(lambda axes: self._values("pattern", arrays, axes), picked, topk)
         data = label("pattern", found.values, (*picked[:3], "top"), self._token_axis(arrays[0]))
+        data.attrs["nans"] = found.nans
         return data.assign_coords(key_pos=(data.dims, found.key_pos.reshape(data.shape)))
 
     def scores(
