@@ -167,8 +167,10 @@ def _print_estimate(found: Any, *, as_json: bool) -> None:
         return
     unusable = f", {found.unusable} of them cannot be captured" if found.unusable else ""
     most = " (the most: a continued prompt may end early)" if found.upper_bound else ""
+    short = f"{found.cut_short} prompts have no room for generate.tokens within max_model_len"
     facts = [
         ("prompts", f"{found.prompts}{unusable}"),
+        *([("cut short", short)] if found.cut_short else []),
         ("tokens", f"{found.tokens} in {found.units} units{most}"),
         *([("rows", f"{found.rows} are kept")] if found.rows != found.tokens else []),
         *((f"raw {site}", f"{n} ({human_bytes(n)})") for site, n in found.site_bytes.items()),

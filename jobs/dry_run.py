@@ -42,9 +42,11 @@ def preview(config: RunConfig, rates: Rates) -> Estimate:
     lengths: list[int] = []
     units: list[int] = []
     entries: list[int] = []
-    prompts = unusable = tokens = 0
+    prompts = unusable = tokens = cut_short = 0
 
     def close() -> None:
+        nonlocal cut_short
+        cut_short += int(stored.are_cut_short(np.array(lengths, np.int64)).sum())
         rows = stored.of_prompts(np.array(lengths, np.int64))
         units.append(int(rows.sum()))
         entries.append(int(entry_starts(rows)[-1]))
@@ -68,6 +70,7 @@ def preview(config: RunConfig, rates: Rates) -> Estimate:
         tokens=None if config.generate.tokens else tokens,
         prompts=prompts,
         unusable=unusable,
+        cut_short=cut_short,
         rates=rates,
     )
 
@@ -84,8 +87,10 @@ def estimate_missing(
     stored = StoredRows(config)
     if stored.all_tokens:
         return _estimate(config, table, table.num_tokens, missing, rates)
-    rows, entries = _unit_rows(objects, run, table, stored)
-    return _estimate(config, table, rows, missing, rates, entries)
+    rows, entries, cut_short = _unit_rows(objects, run, table, stored)
+    return _estimate(
+        config, table, rows, missing, rates, entries, cut_short=int(cut_short[missing].sum())
+    )
 
 
 def check_quota(objects: ObjectStore, config: RunConfig, run: PreparedRun) -> None:
@@ -116,6 +121,8 @@ def _estimate(
     missing: NDArray[np.bool_],
     rates: Rates,
     entries: Counts | None = None,
+    *,
+    cut_short: int = 0,
 ) -> Estimate:
     return estimate(
         config,
@@ -125,15 +132,16 @@ def _estimate(
         tokens=None if config.generate.tokens else int(table.num_tokens[missing].sum()),
         prompts=int(table.num_prompts[missing].sum()),
         unusable=0,
+        cut_short=cut_short,
         rates=rates,
     )
 
 
 def _unit_rows(
     objects: ObjectStore, run: PreparedRun, table: UnitTable, stored: StoredRows
-) -> tuple[Counts, Counts]:
-    """Each unit's rows and the entries of its packed patterns, from the lengths of its prompts."""
-    units, entries = np.zeros(len(table), np.int64), np.zeros(len(table), np.int64)
+) -> tuple[Counts, Counts, Counts]:
+    """Each unit's rows, entries of packed patterns and prompts cut short, from their lengths."""
+    units, entries, cut = (np.zeros(len(table), np.int64) for _ in range(3))
     for manifest in run.segments:
         number = manifest.first_prompt
         for place in range(len(manifest.prompts)):
@@ -145,5 +153,6 @@ def _unit_rows(
             rows = stored.of_prompts(lengths)
             np.add.at(units, unit, rows)
             np.add.at(entries, unit, rows * (rows + 1) // 2)
+            np.add.at(cut, unit, stored.are_cut_short(lengths))
             number += len(lengths)
-    return units, entries
+    return units, entries, cut

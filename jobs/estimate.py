@@ -62,6 +62,8 @@ class Estimate:
     hours: float | None
     bound_by: str | None
     dollars_per_month: float | None
+    cut_short: int = 0
+    """Prompts whose generated tokens end at the longest sequence, if not before."""
 
     @property
     def raw_bytes(self) -> int:
@@ -72,6 +74,7 @@ class Estimate:
         return {
             "prompts": self.prompts,
             "unusable_prompts": self.unusable,
+            "prompts_cut_short": self.cut_short,
             "tokens": self.tokens,
             "rows": self.rows,
             "units": self.units,
@@ -95,6 +98,7 @@ def estimate(
     tokens: int | None = None,
     prompts: int,
     unusable: int,
+    cut_short: int = 0,
     rates: Rates,
 ) -> Estimate:
     """Return what units of so many stored rows (generated ones included) will take.
@@ -131,6 +135,7 @@ def estimate(
     return Estimate(
         prompts=prompts,
         unusable=unusable,
+        cut_short=cut_short,
         tokens=total,
         rows=rows,
         units=int(counts.sum()),

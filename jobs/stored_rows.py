@@ -39,6 +39,11 @@ class StoredRows:
         rows = np.array([self._of(int(length)) for length in lengths], dtype=np.int64)
         return rows[places] if len(rows) else rows
 
+    def are_cut_short(self, num_tokens: Counts) -> NDArray[np.bool_]:
+        """Return which prompts have no room for all generated tokens in the longest sequence."""
+        longer = num_tokens + self._generated > self._longest
+        return longer & (num_tokens > 0) & (self._generated > 0)
+
     def of_units(self, num_tokens: Counts, num_prompts: Counts) -> Counts:
         """Return the most rows that units of so many tokens and prompts can have."""
         most = num_tokens

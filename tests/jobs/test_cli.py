@@ -236,3 +236,11 @@ def test_numbers_out_of_range_are_refused(
     result = attnstore(*[named.get(argument, argument) for argument in arguments])
     assert result.exit_code == 2, result.output
     assert "Invalid" in result.stderr
+
+
+def test_a_dry_run_says_where_generation_has_no_room(config_file: Path) -> None:
+    told = "7 prompts have no room for generate.tokens within max_model_len"
+    for tokens, there in ((600, True), (2, False)):
+        result = attnstore("run", config_file, "--dry-run", "--set", f"generate={tokens}")
+        assert result.exit_code == 0, result.output
+        assert (told in result.stdout) is there

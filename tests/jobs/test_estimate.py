@@ -87,6 +87,18 @@ def test_a_continued_prompt_counts_up_to_the_longest_sequence(
     found = preview(config, Rates())
     assert found.upper_bound
     assert found.rows == found.tokens == sum(min(length + 10, 64) - 1 for length in LENGTHS)
+    assert found.cut_short == 1
+
+
+@pytest.mark.parametrize(("tokens", "short"), [(0, 0), (1, 0), (34, 1), (35, 2), (600, 10)])
+def test_prompts_without_room_for_all_generated_tokens_are_counted(
+    make_config: Configs, write_prompts: Prompts, tokens: int, short: int
+) -> None:
+    config = make_config(write_prompts(TEXTS), generate={"tokens": tokens})
+    assert preview(config, Rates()).cut_short == short
+    create_run(open_store(config.output), config)
+    planned = preview(config, Rates())
+    assert (planned.cut_short, planned.as_json()["prompts_cut_short"]) == (short, short)
 
 
 @given(
