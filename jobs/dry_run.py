@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jobs.config import PatternMode, RunConfig
-from jobs.errors import QuotaExceeded
+from jobs.errors import QuotaExceeded, SourceError
 from jobs.estimate import Estimate, Rates, estimate
 from jobs.model_identity import attention_shape, check_chosen
 from jobs.packing import UnitPacker
-from jobs.plan import make_prompter, read_unit_table
+from jobs.plan import make_prompter, read_unit_table, refuse_repeated
 from jobs.prepare import PreparedRun, committed_mask, find_run
+from jobs.prompt_ids import PromptIds
 from jobs.schedule import UnitTable
 from jobs.sources import PromptSource
 from jobs.status import read_status
@@ -52,15 +53,20 @@ def preview(config: RunConfig, rates: Rates) -> Estimate:
         entries.append(int(entry_starts(rows)[-1]))
         lengths.clear()
 
-    for prompt in make_prompter(config).prompts(PromptSource(config.prompts).records()):
-        prompts += 1
-        unusable += prompt.reason is not None
-        if packer.add(prompt.rows):
-            close()
-        lengths.append(prompt.rows)
-        tokens += prompt.rows
-    if packer.close():
-        close()
+    prompter = make_prompter(config)
+    with PromptIds() as ids:
+        for prompt in prompter.prompts(PromptSource(config.prompts).records()):
+            ids.add(prompt.prompt_id, prompts)
+            prompts += 1
+            unusable += prompt.reason is not None
+            if packer.add(prompt.rows):
+                close()
+            lengths.append(prompt.rows)
+            tokens += prompt.rows
+        refuse_repeated(ids, config, prompter, 0)
+    if not packer.close():
+        raise SourceError(f"{config.prompts.source!r} holds no prompts")
+    close()
     shape = attention_shape(config.model)
     return estimate(
         config,

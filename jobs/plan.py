@@ -94,7 +94,7 @@ def write_plan(
             units.append(last_unit)
         if not units:
             raise SourceError(f"{config.prompts.source!r} holds no prompts")
-        _refuse_repeated(ids, config, prompter, first_prompt)
+        refuse_repeated(ids, config, prompter, first_prompt)
     inputs = [
         PlanInput(url=public_url(f.url), bytes=f.bytes, sha256=source.sha256(f), stamp=f.stamp)
         for f in source.files
@@ -204,7 +204,11 @@ def _ids_before(objects: ObjectStore, before: Sequence[PlanManifest]) -> Iterato
             yield from table["prompt_id"].to_pylist()
 
 
-def _refuse_repeated(ids: PromptIds, config: RunConfig, prompter: Prompter, first: int) -> None:
+def refuse_repeated(ids: PromptIds, config: RunConfig, prompter: Prompter, first: int) -> None:
+    """Raise `SourceError` where ids are used twice, naming them; reads the source once more then.
+
+    `first` is the run-wide number of the source's first prompt.
+    """
     repeated = ids.repeated()
     if not repeated:
         return

@@ -244,3 +244,22 @@ def test_a_dry_run_says_where_generation_has_no_room(config_file: Path) -> None:
         result = attnstore("run", config_file, "--dry-run", "--set", f"generate={tokens}")
         assert result.exit_code == 0, result.output
         assert (told in result.stdout) is there
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([{"id": "a", "text": "w1"}, {"id": "a", "text": "w2"}], "repeats 'a' (prompts 0 and 1)"),
+        ([], "holds no prompts"),
+    ],
+)
+def test_a_source_that_cannot_be_planned_is_refused_by_a_dry_run_too(
+    make_config: Configs, write_prompts: Prompts, tmp_path: Path, records: list, message: str
+) -> None:
+    config = make_config(write_prompts(records))
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True)))
+    for more in (["--dry-run"], []):
+        result = attnstore("run", path, *more)
+        assert result.exit_code == 2, result.output
+        assert message in result.stderr
