@@ -43,7 +43,10 @@ class PromptCache(Mapping[SiteName, NDArray[Any]]):
         }
 
     def __getitem__(self, name: SiteName) -> NDArray[Any]:
-        """Return the array of a hook name or (short name, layer). Raises `SiteNotFound`."""
+        """Return the array of a hook name or (short name, layer). Raises `SiteNotFound`.
+
+        It is the one that is kept, so it cannot be written to: copy it to change it.
+        """
         named = resolve(name, self._sites)
         if named.layer is None:
             raise SiteNotFound(f"{name!r} names no layer; ask for ({name!r}, layer)")
@@ -78,7 +81,9 @@ class PromptCache(Mapping[SiteName, NDArray[Any]]):
     def _read(self, site: str, layer: int) -> NDArray[Any]:
         data = self._run.read((site, layer), prompt=self.prompt, dtype=self._dtype)
         values = data.values if site in REBUILT else data.values.swapaxes(0, 1)
-        return np.ascontiguousarray(values[None] if self.has_batch_dim else values)
+        kept = np.ascontiguousarray(values[None] if self.has_batch_dim else values)
+        kept.setflags(write=False)
+        return kept
 
     def __repr__(self) -> str:
         first = next(iter(self._names), "nothing")

@@ -32,6 +32,7 @@ from store.read_plan import (
     coalesce,
     plan_chunks,
 )
+from store.selection import integer
 from store.shard import decode_chunk, stored_checksum
 
 Indices = NDArray[np.int64]
@@ -49,6 +50,16 @@ class ReadOptions:
     cache_bytes: int = 128 << 20
     deadline_seconds: float = 600.0
     cost: CostModel = field(default_factory=CostModel)
+
+    def __post_init__(self) -> None:
+        for name, least in (("threads", 1), ("max_in_flight_bytes", 1), ("cache_bytes", 0)):
+            given = integer(getattr(self, name))
+            if given is None or given < least:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: give a whole number from {least} up"
+                )
+        if not self.deadline_seconds > 0:
+            raise ValueError(f"deadline_seconds={self.deadline_seconds!r}: give more than 0")
 
 
 class ByteBudget:

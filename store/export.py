@@ -2,13 +2,15 @@
 
 Knows a run through its public calls; each exporter holds one prompt at a time. File names are made
 of row numbers, never of prompt ids, which anyone may have written. An export that is already there
-is refused, so nothing is ever half old and half new; one that broke off lacks its `export.json`.
+is refused, so nothing is ever half old and half new; one that fails takes its folder away, and one
+that was killed lacks its `export.json`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import shutil
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from numpy.typing import DTypeLike
 
 from store.errors import ExportRefused, PackageMissing, RunError
 from store.selection import Choice, integer
+from store.site_names import REBUILT, resolve
 
 if TYPE_CHECKING:
     from store.run import Run
@@ -33,6 +36,23 @@ if TYPE_CHECKING:
 
 PROMPTS_FILE = "prompts.parquet"
 MANIFEST = "export.json"
+
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+_SAFETENSORS_TYPES = {
+    _BFLOAT16: "BF16",
+    np.dtype(np.float16): "F16",
+    np.dtype(np.float32): "F32",
+    np.dtype(np.float64): "F64",
+    np.dtype(np.bool_): "BOOL",
+    np.dtype(np.int8): "I8",
+    np.dtype(np.int16): "I16",
+    np.dtype(np.int32): "I32",
+    np.dtype(np.int64): "I64",
+    np.dtype(np.uint8): "U8",
+    np.dtype(np.uint16): "U16",
+    np.dtype(np.uint32): "U32",
+    np.dtype(np.uint64): "U64",
+}
 
 
 class ExportKind(StrEnum):
@@ -76,20 +96,27 @@ def export(
     name the type). `safetensors`: one file a prompt, bits kept. `zarr`, `icechunk`: one Zarr v3
     group, each site `[layer, row, head|kv_head, d_head]` beside `prompt` and `pos` of every row.
     `hf-dataset`: Parquet of one row a prompt, for `datasets.load_dataset(f"{path}/dataset")`. All
-    come with the prompts table as Parquet and `export.json`, written last. Raises `ExportRefused`
-    if `path` is there or the kind unknown, `PackageMissing` naming what to install.
+    come with the prompts table as Parquet and `export.json`, written last. An export that fails
+    leaves no folder. Raises `ExportRefused` if `path` is there, the kind unknown, or a site or type
+    has no place in it; `PackageMissing` naming what to install.
     """
     kind = _kind(kind)
     target = Path(path)
-    if target.exists():
-        raise ExportRefused(f"{target} is already there; export to a new folder")
     chosen = selection or ExportSelection()
     part = _Part(run, chosen)
-    target.mkdir(parents=True)
-    _WRITERS[kind](part, target)
-    pq.write_table(part.prompts_table(), target / PROMPTS_FILE)
-    body = {"kind": kind.value, "run": run.id, "sites": part.sites, "prompts": len(part.ids)}
-    (target / MANIFEST).write_text(json.dumps(body, indent=1) + "\n")
+    part.check(kind)
+    try:
+        target.mkdir(parents=True)
+    except FileExistsError:
+        raise ExportRefused(f"{target} is already there; export to a new folder") from None
+    try:
+        _WRITERS[kind](part, target)
+        pq.write_table(part.prompts_table(), target / PROMPTS_FILE)
+        body = {"kind": kind.value, "run": run.id, "sites": part.sites, "prompts": len(part.ids)}
+        (target / MANIFEST).write_text(json.dumps(body, indent=1) + "\n")
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     return ExportReport(kind, target, len(part.ids), size)
 
@@ -109,6 +136,37 @@ class _Part:
             self.ids = [run.tokens(prompt).prompt for prompt in selection.prompts]
         if not self.ids:
             raise RunError(f"{run.url} has no stored prompt to export")
+
+    def check(self, kind: ExportKind) -> None:
+        """Refuse what the kind has no place for. Raises `ExportRefused`, or `SiteNotFound`."""
+        if isinstance(self.selection.sites, str):
+            raise ExportRefused(f"sites={self.selection.sites!r}: give a list of sites")
+        for site in self.sites:
+            named = resolve(site, self.run.sites)
+            if kind not in (ExportKind.ZARR, ExportKind.ICECHUNK):
+                continue
+            if named.site in REBUILT:
+                raise ExportRefused(
+                    f"{kind} holds one row a token, which {named.site} is not; name other sites, "
+                    f"or export it to {ExportKind.NUMPY}, {ExportKind.SAFETENSORS} or "
+                    f"{ExportKind.HF_DATASET}"
+                )
+            if named.layer is not None:
+                raise ExportRefused(
+                    f"{site!r} names one layer, and {kind} holds whole sites; "
+                    f"give {named.site!r}, and the layers besides it"
+                )
+        if self.selection.dtype is None:
+            return
+        try:
+            dtype = np.dtype(self.selection.dtype)
+        except TypeError as error:
+            raise ExportRefused(f"dtype={self.selection.dtype!r}: {error}") from None
+        if dtype.kind not in "iufb" and dtype not in (_BFLOAT16, *_SAFETENSORS_TYPES):
+            raise ExportRefused(f"{kind} has no place for dtype {dtype}; give a real number type")
+        if kind is ExportKind.SAFETENSORS and dtype not in _SAFETENSORS_TYPES:
+            known = ", ".join(str(one) for one in _SAFETENSORS_TYPES)
+            raise ExportRefused(f"{kind} has no dtype {dtype}; it has {known}")
 
     def arrays(self, prompt: str) -> dict[str, xr.DataArray]:
         """Return each site of one prompt, every axis kept."""
@@ -153,17 +211,6 @@ def safetensors_bytes(arrays: dict[str, np.ndarray[Any, Any]], metadata: dict[st
     text += b" " * (-len(text) % 8)
     parts = [np.ascontiguousarray(values).tobytes() for values in arrays.values()]
     return struct.pack("<Q", len(text)) + text + b"".join(parts)
-
-
-_SAFETENSORS_TYPES = {
-    np.dtype(ml_dtypes.bfloat16): "BF16",
-    np.dtype(np.float16): "F16",
-    np.dtype(np.float32): "F32",
-    np.dtype(np.float64): "F64",
-    np.dtype(np.int32): "I32",
-    np.dtype(np.int64): "I64",
-    np.dtype(np.uint8): "U8",
-}
 
 
 def _write_numpy(part: _Part, target: Path) -> None:
@@ -237,7 +284,7 @@ def _create_array(group: Any, site: str, rows: xr.DataArray) -> None:
         site,
         shape=(layers, 0, heads, size),
         chunks=(1, 1024, heads, size),
-        dtype="bfloat16" if rows.dtype == np.dtype(ml_dtypes.bfloat16) else rows.dtype,
+        dtype="bfloat16" if rows.dtype == _BFLOAT16 else rows.dtype,
         dimension_names=dims,
         attributes={
             "layers": rows["layer"].values.tolist(),
@@ -278,7 +325,7 @@ def nested_row(values: np.ndarray[Any, Any]) -> pa.Array:
 
 
 def _npz_values(array: xr.DataArray) -> np.ndarray[Any, Any]:
-    if array.dtype == np.dtype(ml_dtypes.bfloat16):
+    if array.dtype == _BFLOAT16:
         return np.asarray(array.values, np.float32)
     return np.asarray(array.values)
 

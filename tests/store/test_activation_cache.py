@@ -102,3 +102,13 @@ def test_each_worker_goes_on_after_its_last_batch(run: Run, monkeypatch) -> None
         for mine, before in zip(rest, whole[worker][1:], strict=True):
             assert torch.equal(mine["z"], before["z"])
             assert torch.equal(mine["pos"], before["pos"])
+
+
+def test_what_is_kept_cannot_be_written_to(run: Run) -> None:
+    cache = run.cache("p2")
+    for name in ("z", "pattern"):
+        with pytest.raises(ValueError, match="read-only"):
+            cache[name, 0][:] = 0
+        before = cache[name, 0].copy()
+        TorchCache(cache)[name, 0].zero_()
+        np.testing.assert_array_equal(cache[name, 0], before)

@@ -174,3 +174,22 @@ def test_the_byte_bound_holds_while_many_objects_are_read(folder) -> None:
     assert run.read("z", prompt="p2").shape == (2, 8, 900, 128)
     assert objects.calls == 2
     assert objects.most == one_layer
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("threads", 0),
+        ("threads", 1.5),
+        ("max_in_flight_bytes", -1),
+        ("max_in_flight_bytes", 0),
+        ("cache_bytes", -1),
+        ("cache_bytes", None),
+        ("deadline_seconds", 0),
+        ("deadline_seconds", -1.0),
+        ("deadline_seconds", float("nan")),
+    ],
+)
+def test_options_that_no_read_could_meet_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}="):
+        ReadOptions(**{name: value})
