@@ -264,7 +264,7 @@ class CaptureEngine:
                 bias = parts[0][1]
                 bias_M = None if bias is None else bias.view(dtype)
                 projection = OutputProjection(layer.layer, w_o_HDM, bias_M)
-                write_output_projection(self._objects, projection)
+                write_output_projection(self._objects, projection, self._shape.run_id)
 
     def shutdown(self) -> None:
         """End the engine and its processes. Units in flight are lost, never half committed."""

@@ -223,7 +223,7 @@ class AcrossPrompts:
         from store.query import token_table, unit_table
 
         named = {
-            name: summaries.read_summary(self._objects, name)
+            name: summaries.read_summary(self._objects, self.id, name)
             for name in self.summaries
             if re.search(rf"\b{name}", query, re.IGNORECASE)
         }

@@ -20,7 +20,7 @@ from store import keys, rebuild, run_card, stored_pattern, weights
 from store.across_prompts import AcrossPrompts
 from store.array_reader import ArrayReader, ReadOptions
 from store.chunk_cache import CacheStatistics
-from store.errors import ObjectNotFound, RunError, RunNotFound
+from store.errors import FormatError, ObjectNotFound, RunError, RunNotFound
 from store.explain import ReadCost
 from store.labelled import TokenAxis, label
 from store.objects.open import open_store
@@ -286,8 +286,8 @@ class Run(AcrossPrompts):
 
         It is z through the head's slice of W_O (`proj_in` in place of z where that was captured:
         gated attention); over all heads it sums to the attention output
-        without W_O's bias. Raises `SiteNotFound` where the run holds no W_O, besides what `read`
-        raises.
+        without W_O's bias. Raises `SiteNotFound` where the run holds no W_O, `DamagedObject` or
+        `FormatError` where it is another run's or model's, besides what `read` raises.
         """
         source = Site.PROJ_IN if Site.PROJ_IN in self.sites else Site.Z
         array = self._prompt_array(prompt, source)
@@ -399,7 +399,13 @@ class Run(AcrossPrompts):
 
     def _output_projection(self, layer: int) -> weights.OutputProjection:
         if layer not in self._projections:
-            self._projections[layer] = weights.read_output_projection(self._objects, layer)
+            found = weights.read_output_projection(self._objects, layer, self.id)
+            model = self._index.model()
+            if model is not None and layer in self.model.layers:
+                problem = weights.projection_contradiction(found, self.model.layers[layer], model)
+                if problem is not None:
+                    raise FormatError(f"W_O of layer {layer} {problem}; run `attnstore verify`")
+            self._projections[layer] = found
         return self._projections[layer]
 
     def _prompt_array(self, prompt: Prompt, site: str) -> PromptArray:

@@ -63,8 +63,11 @@ def list_summaries(objects: ObjectStore) -> list[str]:
     return sorted(n.removesuffix(".json") for n in names if n.endswith(".json") and "/" not in n)
 
 
-def read_summary(objects: ObjectStore, name: str) -> pa.Table:
-    """Return a summary's table. Raises `QueryRefused` if there is none, `DamagedObject`."""
+def read_summary(objects: ObjectStore, run_id: str, name: str) -> pa.Table:
+    """Return a summary's table. Raises `QueryRefused` if there is none, `DamagedObject`.
+
+    Raises `FormatError` where it belongs to another run or summary.
+    """
     _check_name(name)
     key = f"{SUMMARIES}{name}.json"
     try:
@@ -73,6 +76,10 @@ def read_summary(objects: ObjectStore, name: str) -> pa.Table:
         held = ", ".join(list_summaries(objects)) or "none"
         raise QueryRefused(f"the run keeps no summary {name!r}; there are: {held}") from error
     manifest = SummaryManifest.from_bytes(data, key)
+    if manifest.run_id != run_id:
+        raise FormatError(
+            f"{key} belongs to run {manifest.run_id}, not {run_id}; save it again or delete it"
+        )
     if manifest.name != name:
         raise FormatError(f"{key} says it is summary {manifest.name!r}")
     return read_parquet(objects, f"{SUMMARIES}{name}/", manifest.file)

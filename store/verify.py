@@ -77,7 +77,7 @@ def verify_run(
                 if progress is not None:
                     progress(report)
     _check_snapshots(objects, run_id, report, dict(committed), deep=deep)
-    check_beside(objects, run_id, model, report, deep=deep)
+    check_beside(objects, run, model, report, deep=deep)
     return report
 
 

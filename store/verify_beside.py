@@ -8,12 +8,14 @@ would take them for part of the run.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from store import keys
 from store.errors import RunError, StoreError
 from store.objects.protocol import ObjectInfo, ObjectStore
 from store.parquet_file import read_parquet
-from store.run_format import ModelManifest
+from store.run_format import ModelManifest, RunManifest
 from store.sealed_json import MAX_JSON_BYTES, unseal
 from store.summaries import SUMMARIES, SummaryManifest
 from store.verify_report import VerifyReport
@@ -30,14 +32,16 @@ _SUMMARY_FILE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}/[0-9a-f]{16}\.parquet")
 
 def check_beside(
     objects: ObjectStore,
-    run_id: str | None,
+    run: RunManifest | None,
     model: ModelManifest | None,
     report: VerifyReport,
     *,
     deep: bool,
 ) -> None:
     """Check everything beside the data: names and sizes, with `deep` every byte."""
-    _check_weights(objects, model, report, deep=deep)
+    run_id = None if run is None else run.run_id
+    due = set() if run is None or model is None else _due_weights(run.config, model)
+    _check_weights(objects, run_id, model, due, report, deep=deep)
     _check_summaries(objects, run_id, report, deep=deep)
     for prefix in (keys.OWNERS, keys.CHECKS):
         for info in objects.list(prefix):
@@ -49,12 +53,28 @@ def check_beside(
                     report.add(info.name, error)
 
 
+def _due_weights(config: Mapping[str, Any], model: ModelManifest) -> set[str]:
+    """Return the names of the W_O that a run of this config keeps."""
+    capture = config.get("capture")
+    if not isinstance(capture, dict) or capture.get("output_weights") is not True:
+        return set()
+    chosen = capture.get("layers")
+    return {weight_key(one.layer) for one in model.layers if chosen is None or one.layer in chosen}
+
+
 def _check_weights(
-    objects: ObjectStore, model: ModelManifest | None, report: VerifyReport, *, deep: bool
+    objects: ObjectStore,
+    run_id: str | None,
+    model: ModelManifest | None,
+    due: set[str],
+    report: VerifyReport,
+    *,
+    deep: bool,
 ) -> None:
     layers = {} if model is None else {weight_key(one.layer): one for one in model.layers}
     for info in objects.list(WEIGHTS):
         _count(report, info)
+        due.discard(info.name)
         layer = layers.get(info.name)
         if model is None or layer is None:
             report.add(info.name, "is no W_O of a layer of the run's model")
@@ -64,12 +84,14 @@ def _check_weights(
             report.add(info.name, f"has {info.bytes} bytes, a W_O of this model {expected[0]}")
         elif deep:
             try:
-                projection = read_output_projection(objects, layer.layer)
+                projection = read_output_projection(objects, layer.layer, run_id)
                 problem = projection_contradiction(projection, layer, model)
             except (RunError, StoreError) as error:
                 problem = str(error)
             if problem is not None:
                 report.add(info.name, problem)
+    for name in sorted(due):
+        report.add(name, "is missing, though capture.output_weights keeps it")
 
 
 def _check_summaries(

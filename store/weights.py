@@ -6,8 +6,8 @@ depend on this: a run without it reads the same, only `contribution` refuses.
 
 Each layer is one object `weights/w_o-<layer>.safetensors`, create-only: a tensor `w_o`
 [num_heads * v_head_size, hidden_size] in the engine's dtype (rows in global head order), a tensor
-`bias` [hidden_size] after it where the projection has one, and the layer and a crc32c of both
-tensors' bytes in the header's metadata. Knows no torch and no engine.
+`bias` [hidden_size] after it where the projection has one, and the run, the layer and a crc32c of
+both tensors' bytes in the header's metadata. Knows no torch and no engine.
 
 Legend: H heads, D head size of v and z, M hidden size, P positions.
 """
@@ -33,7 +33,7 @@ from store.run_format import LayerSemantics, ModelManifest
 WEIGHTS = "weights/"
 MAX_WEIGHT_BYTES = 4 << 30
 MAX_HEADER_BYTES = 1 << 16
-_FACTS = {"crc32c", "heads", "layer"}
+_FACTS = {"crc32c", "heads", "layer", "run_id"}
 
 _TYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -60,8 +60,10 @@ def weight_key(layer: int) -> str:
     return f"{WEIGHTS}w_o-{layer:05d}.safetensors"
 
 
-def write_output_projection(objects: ObjectStore, projection: OutputProjection) -> None:
-    """Store a layer's W_O if it is not there yet. Safe to repeat and to race."""
+def write_output_projection(
+    objects: ObjectStore, projection: OutputProjection, run_id: str
+) -> None:
+    """Store a layer's W_O of the run if it is not there yet. Safe to repeat and to race."""
     heads, size, hidden = projection.w_o_HDM.shape
     values = np.ascontiguousarray(projection.w_o_HDM).reshape(heads * size, hidden)
     data = values.tobytes()
@@ -69,7 +71,7 @@ def write_output_projection(objects: ObjectStore, projection: OutputProjection) 
     if projection.bias_M is not None:
         data += np.ascontiguousarray(projection.bias_M, values.dtype).reshape(hidden).tobytes()
     facts = {"crc32c": hex_crc32c(crc32c(data)), "heads": str(heads)}
-    facts["layer"] = str(projection.layer)
+    facts |= {"layer": str(projection.layer), "run_id": run_id}
     head = _head(facts, values.dtype, (heads * size, hidden), has_bias=has_bias)
     try:
         objects.create(weight_key(projection.layer), head + data)
@@ -93,16 +95,17 @@ def _head(
 def stored_bytes(layer: LayerSemantics, model: ModelManifest) -> tuple[int, ...]:
     """Return the sizes that a stored W_O of this layer may have: with a bias or without one.
 
-    The first runs do not name the layer in it, which makes them shorter.
+    Earlier runs do not name the run in it, the first ones not the layer, which makes them shorter.
     """
     dtype = DTYPES[model.dtype]
     shape = (layer.num_heads * layer.v_head_size, model.hidden_size)
     first = {"crc32c": "0" * 8, "heads": str(layer.num_heads)}
+    named = first | {"layer": str(layer.layer)}
     return tuple(
         len(_head(facts, dtype, shape, has_bias=has_bias))
         + (shape[0] + has_bias) * shape[1] * dtype.itemsize
         for has_bias in (False, True)
-        for facts in (first | {"layer": str(layer.layer)}, first)
+        for facts in (named | {"run_id": model.run_id}, named, first)
     )
 
 
@@ -119,8 +122,13 @@ def _entry(dtype: np.dtype[Any], shape: tuple[int, ...], start: int, end: int) -
     return {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
 
 
-def read_output_projection(objects: ObjectStore, layer: int) -> OutputProjection:
-    """Return a layer's W_O. Raises `SiteNotFound` if the run has none, `DamagedObject`."""
+def read_output_projection(
+    objects: ObjectStore, layer: int, run_id: str | None
+) -> OutputProjection:
+    """Return a layer's W_O. Raises `SiteNotFound` if the run has none, `DamagedObject`.
+
+    Also where it says that it is of another run than `run_id`; None where no `run.json` tells.
+    """
     name = weight_key(layer)
     try:
         data = objects.get(name, max_bytes=MAX_WEIGHT_BYTES)
@@ -129,10 +137,10 @@ def read_output_projection(objects: ObjectStore, layer: int) -> OutputProjection
             f"the run holds no W_O of layer {layer} ({name}), so contributions cannot be told; "
             "capture with an attnstore that stores it"
         ) from error
-    return _decode(data, layer, name)
+    return _decode(data, layer, run_id, name)
 
 
-def _decode(data: bytes, layer: int, name: str) -> OutputProjection:
+def _decode(data: bytes, layer: int, run_id: str | None, name: str) -> OutputProjection:
     try:
         (length,) = struct.unpack_from("<Q", data)
         if length > MAX_HEADER_BYTES:
@@ -157,6 +165,10 @@ def _decode(data: bytes, layer: int, name: str) -> OutputProjection:
         raise DamagedObject(f"{name} is not readable ({error}); run `attnstore verify`") from error
     if facts.get("layer", str(layer)) != str(layer):
         raise DamagedObject(f"{name} is W_O of layer {facts['layer']}; run `attnstore verify`")
+    if run_id is not None and facts.get("run_id", run_id) != run_id:
+        raise DamagedObject(
+            f"{name} belongs to run {facts['run_id']}, not {run_id}; run `attnstore verify`"
+        )
     if stated != actual:
         raise DamagedObject(
             f"{name}: its crc32c says {stated}, its bytes give {actual}; run `attnstore verify`"

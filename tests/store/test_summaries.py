@@ -5,9 +5,10 @@ from __future__ import annotations
 import pyarrow as pa
 import pytest
 
-from store.errors import DamagedObject, QueryRefused
+from store.errors import DamagedObject, FormatError, QueryRefused
 from store.objects.local import LocalStore
 from store.run import Run, open_run
+from store.sealed_json import seal, unseal
 from store.summaries import SUMMARIES
 from tests.store.sample_run import SampleShape, write_run
 
@@ -71,4 +72,15 @@ def test_damage_shows(run: Run, tmp_path) -> None:
     path.write_bytes(data)
     with pytest.raises(DamagedObject):
         run.where("mark = 1")
+    assert run.where("num_tokens = 40") == ["p0"]
+
+
+def test_one_of_another_run_is_refused(run: Run, tmp_path) -> None:
+    run.save_summary("mark", pa.table({"prompt_id": ["p0"], "value": [1]}))
+    objects, name = LocalStore(tmp_path), f"{SUMMARIES}mark.json"
+    body = unseal(objects.get(name, max_bytes=1 << 20), name)
+    objects.put(name, [seal(body | {"run_id": "f" * 16})])
+    for call in (lambda: run.where("mark = 1"), lambda: run.sql("select mark from prompts")):
+        with pytest.raises(FormatError, match=f"belongs to run {'f' * 16}"):
+            call()
     assert run.where("num_tokens = 40") == ["p0"]

@@ -20,7 +20,7 @@ from store.weights import (
     weight_key,
     write_output_projection,
 )
-from tests.store.sample_run import RUN_ID, SampleShape, write_run
+from tests.store.sample_run import RUN_ID, SampleShape, write_manifests, write_run
 
 FLIPS = 300
 
@@ -35,7 +35,7 @@ def run(tmp_path):
     objects = LocalStore(tmp_path)
     write_run(objects, SampleShape(dtype="bfloat16"), [[40, 7]])
     for layer in (0, 1):
-        write_output_projection(objects, projection(layer))
+        write_output_projection(objects, projection(layer), RUN_ID)
     table = pa.table({"prompt_id": ["p0", "p1"], "score": [0.5, 0.25]})
     open_run(objects.url).save_summary("scores", table)
     return objects
@@ -112,13 +112,13 @@ def test_projections_that_were_exchanged_are_found_on_read(run):
     run.put(weight_key(0), [other])
     run.put(weight_key(1), [one])
     with pytest.raises(DamagedObject, match="is W_O of layer 1"):
-        read_output_projection(run, 0)
+        read_output_projection(run, 0, RUN_ID)
     assert names(run, deep=True) == [weight_key(0), weight_key(1)]
 
 
 def test_a_projection_of_another_shape_is_found(run):
     run.delete(weight_key(0))
-    write_output_projection(run, projection(0, heads=2, hidden=128))
+    write_output_projection(run, projection(0, heads=2, hidden=128), RUN_ID)
     assert names(run, deep=True) == [weight_key(0)]
 
 
@@ -139,3 +139,14 @@ def test_what_a_replaced_summary_leaves_is_no_problem(run):
     table = pa.table({"prompt_id": ["p0"], "score": [1.0]})
     open_run(run.url).save_summary("scores", table)
     assert names(run, deep=True) == []
+
+
+@pytest.mark.parametrize(("layers", "due"), [(None, [0, 1]), ([1], [1])])
+def test_a_missing_projection_is_reported_where_the_config_keeps_it(tmp_path, layers, due):
+    objects = LocalStore(tmp_path)
+    capture = {"output_weights": True, "layers": layers}
+    write_manifests(objects, SampleShape(dtype="bfloat16"), [[3]], capture=capture)
+    assert names(objects) == [weight_key(layer) for layer in due]
+    for layer in due:
+        write_output_projection(objects, projection(layer), RUN_ID)
+    assert names(objects, deep=True) == []
