@@ -23,7 +23,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from store.prompt_blocks import Block, BlockReader, Chosen
-from store.selection import AxisSelection
+from store.selection import AxisSelection, integers
 
 Indices = NDArray[np.int64]
 Unit = Literal["token", "prompt"]
@@ -77,6 +77,10 @@ class BatchOrder:
 
     def __post_init__(self) -> None:
         which, count = self.worker
+        named = {"size": self.size, "buffer_bytes": self.buffer_bytes, "worker": which}
+        more = {"workers": count, "shuffle": 0 if self.shuffle is None else self.shuffle}
+        for name, value in (named | more).items():
+            integers(name, [value])
         if self.size < 1 or self.buffer_bytes < 1:
             raise ValueError(f"size and buffer_bytes are at least 1, got {self}")
         if not 0 <= which < count:
@@ -125,6 +129,7 @@ class Batches:
         self.missing = chosen.missing
         self._groups = _groups(chosen.blocks, readers, order)
         self.num_items = sum(group.num_items for group in self._groups)
+        integers("position", [position])
         if not 0 <= position <= self.num_items:
             raise ValueError(f"position {position} is outside the stream of {self.num_items} items")
         self.position = position

@@ -292,6 +292,8 @@ class Run(AcrossPrompts):
         source = Site.PROJ_IN if Site.PROJ_IN in self.sites else Site.Z
         array = self._prompt_array(prompt, source)
         layers, heads, places = array.select(layer, head, pos, by_place=False)
+        if not layers.scalar:
+            raise TypeError(f"layer={layer!r}: a contribution is of one layer; give its number")
         w_o_HDM = self._output_projection(int(layers.labels[0])).w_o_HDM
         z_HPD = array.read(layers.indices[:1], heads.indices, places.indices)[0]
         values = weights.contributions(z_HPD, w_o_HDM[heads.labels])
@@ -304,7 +306,10 @@ class Run(AcrossPrompts):
         Contributions of all heads and this make up the attention block's output. Raises
         `SiteNotFound` where the run holds no W_O of the layer.
         """
-        number = int(select("layer", self.layers, [layer]).labels[0])
+        picked = select("layer", self.layers, layer)
+        if not picked.scalar:
+            raise TypeError(f"layer={layer!r}: a bias is of one layer; give its number")
+        number = int(picked.labels[0])
         projection = self._output_projection(number)
         bias_M = projection.bias_M
         if bias_M is None:

@@ -145,3 +145,20 @@ def test_a_token_id_is_one_that_can_be(run: Run, number: int) -> None:
     with pytest.raises(SelectionError, match="no token id"):
         run.attention_to([number])
     assert run.attention_to(np.array([1], np.uint64)).dims == ("layer", "head")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [1.0, True, "1"])
+@pytest.mark.parametrize("name", ["size", "buffer_bytes", "shuffle", "position"])
+def test_a_stream_is_ordered_by_integers(run: Run, name: str, value: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{name}=.*give ints"):
+        run.batches(["z"], **{name: value})
+    with pytest.raises(TypeError, match=r"worker=.*give ints"):
+        run.batches(["z"], worker=(value, 2))
+
+
+@pytest.mark.parametrize("layer", [[0, 1], [0], None, slice(0, 1), True, 1.0])
+def test_a_contribution_is_of_one_layer(run: Run, layer: Any) -> None:
+    with pytest.raises(TypeError, match="layer="):
+        run.contribution(0, layer)
+    with pytest.raises(TypeError, match="layer="):
+        run.output_bias(layer)
