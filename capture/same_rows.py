@@ -49,7 +49,7 @@ class Verdict:
 
     def worse(self, other: Verdict) -> Verdict:
         """Return the one that says more: a fault before none, then the larger difference."""
-        return max(self, other, key=lambda verdict: (bool(verdict.fault), verdict.error))
+        return max(self, other, key=lambda one: (bool(one.fault), one.error, bool(one.where)))
 
 
 def head_errors(got_LHTD: Array, want_LHTD: Array) -> Array:

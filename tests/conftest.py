@@ -27,8 +27,19 @@ _ENVIRONMENT = {
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
+NO_ENGINES = "store"
+"""The folder of tests that start none; the others take turns, never two engines at once."""
+
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep all that may start an engine or Ray in one of the processes that run side by side."""
+    for item in items:
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        group = folder if folder == NO_ENGINES else "engines"
+        item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session")

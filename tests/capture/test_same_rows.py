@@ -106,3 +106,9 @@ def test_a_fault_outweighs_a_larger_difference() -> None:
     small, large = Verdict(0.1, "here", "wrong"), Verdict(0.5, "there")
     assert small.worse(large) == large.worse(small) == small
     assert Verdict(0.2).worse(large) == large
+
+
+def test_rows_that_do_not_differ_are_said_to_be_somewhere_too() -> None:
+    same = Verdict(0.0, "z of prompt 0, layer 0, head 0")
+    assert Verdict().worse(same) == same
+    assert same.worse(Verdict(0.0, "z of prompt 1, layer 0, head 0")) == same

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,23 @@ from store.objects.protocol import ObjectStore
 @pytest.fixture
 def objects(tmp_path: Path) -> ObjectStore:
     return open_store(str(tmp_path / "run"))
+
+
+@pytest.fixture(autouse=True)
+def no_owner_outlives_its_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Release every owner: one that beats on writes into whatever a later test watches."""
+    claimed: list[RunOwner] = []
+    start = RunOwner.__init__
+
+    def remembered(owner: RunOwner, objects: ObjectStore, record: OwnerRecord) -> None:
+        claimed.append(owner)
+        start(owner, objects, record)
+
+    monkeypatch.setattr(RunOwner, "__init__", remembered)
+    yield
+    for owner in claimed:
+        owner.release()
+    assert not any(owner._thread.is_alive() for owner in claimed)
 
 
 def put_owner(objects: ObjectStore, **fields: object) -> OwnerRecord:
