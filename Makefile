@@ -51,7 +51,7 @@ format: install ## let ruff format the tree
 	$(BIN)/ruff check --fix .
 
 test: lint model ## lint, then every test that this machine can run in minutes
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not gpu and not chaos" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not chaos" $(PYTEST_ARGS)
 
 chaos: install ## strike at real runs in every way there is and write docs/chaos.md
 	$(BIN)/python -m tests.jobs.chaos_report $(PYTEST_ARGS)

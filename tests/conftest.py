@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,19 +28,23 @@ _ENVIRONMENT = {
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
-NO_ENGINES = "store"
+NO_ENGINES = "tests/store/"
 """The folder of tests that start none; the others take turns, never two engines at once."""
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep all that may start an engine or Ray in one of the processes that run side by side."""
-    for item in items:
-        folder = item.path.relative_to(ROOT / "tests").parts[0]
-        group = folder if folder == NO_ENGINES else "engines"
-        item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class TwoLots(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return NO_ENGINES if nodeid.startswith(NO_ENGINES) else "engines"
+
+    return TwoLots(config, log)
 
 
 @pytest.fixture(scope="session")
