@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from capture.settings import CaptureSettings, UnitResult, UnitStatus
 from jobs.bound import find_bound
 from jobs.status import read_status
@@ -53,12 +55,9 @@ def bound_of(folder: Path, results: list[UnitResult]) -> tuple[str, str]:
     return found.stage, in_status.stage
 
 
-def test_a_slow_model_bounds_its_run(tmp_path: Path) -> None:
-    results = captured(tmp_path, slow_step=1.5)
-    assert bound_of(tmp_path, results) == ("engine", "engine")
-
-
-def test_a_throttled_store_bounds_its_run(tmp_path: Path, monkeypatch) -> None:
+@pytest.fixture
+def throttled_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every put of a shard takes `SLOW` seconds longer."""
     put = AttemptWriter.put_shard
 
     def slow_put(*args: Any) -> Any:
@@ -66,6 +65,15 @@ def test_a_throttled_store_bounds_its_run(tmp_path: Path, monkeypatch) -> None:
         return put(*args)
 
     monkeypatch.setattr(AttemptWriter, "put_shard", slow_put)
+
+
+def test_a_slow_model_bounds_its_run(tmp_path: Path) -> None:
+    results = captured(tmp_path, slow_step=1.5)
+    assert bound_of(tmp_path, results) == ("engine", "engine")
+
+
+@pytest.mark.usefixtures("throttled_store")
+def test_a_throttled_store_bounds_its_run(tmp_path: Path) -> None:
     results = captured(tmp_path)
     assert bound_of(tmp_path, results) == ("put", "put")
     # Eight shards a unit over two writers.
@@ -77,15 +85,9 @@ def test_want_of_work_bounds_a_run_that_waits_for_units(tmp_path: Path) -> None:
     assert bound_of(tmp_path, results) == ("idle", "idle")
 
 
-def test_a_full_host_counts_as_waiting_not_as_computing(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.usefixtures("throttled_store")
+def test_a_full_host_counts_as_waiting_not_as_computing(tmp_path: Path) -> None:
     """One unit larger than the slabs: the step itself waits for room."""
-    put = AttemptWriter.put_shard
-
-    def slow_put(*args: Any) -> Any:
-        time.sleep(SLOW)
-        return put(*args)
-
-    monkeypatch.setattr(AttemptWriter, "put_shard", slow_put)
     settings = CaptureSettings(host_bytes=1 << 20, slot_bytes=200 << 10, writer_threads=2)
     engine = start(tmp_path, settings)
     engine.admit(task(0, 0, [256] * 12))
