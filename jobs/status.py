@@ -75,9 +75,10 @@ def read_status(objects: ObjectStore) -> RunStatus:
     Costs the newest snapshot, the commits after it, and 16 commits for their timings.
     """
     segments = read_segments(objects)
-    committed = find_committed(objects, read_manifest(objects).run_id)
+    run_id = read_manifest(objects).run_id
+    committed = find_committed(objects, run_id)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="status") as pool:
-        committed.load(objects, pool.map)
+        committed.load(objects, run_id, pool.map)
         names = map(committed.key, committed.units()[-_TIMED_UNITS:].tolist())
         timings = list(pool.map(partial(_timings, objects), names))
     rows = committed.table()

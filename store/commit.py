@@ -154,6 +154,14 @@ def read_commit_leniently(objects: ObjectStore, key: str) -> Commit:
     return commit
 
 
+def require_run(commit: Commit, key: str, run_id: str) -> None:
+    """Raise `FormatError` if the commit of this name belongs to another run."""
+    if commit.run_id != run_id:
+        raise FormatError(
+            f"{key} belongs to run {commit.run_id}, not {run_id}; run `attnstore verify`"
+        )
+
+
 def missing_objects(commit: Commit, listed: dict[str, int]) -> Iterator[str]:
     """Yield what a commit names and a listing (name -> bytes) lacks or contradicts."""
     for record in commit.objects:

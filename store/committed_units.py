@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from store import keys
-from store.commit import read_commit_leniently
+from store.commit import read_commit_leniently, require_run
 from store.objects.protocol import ObjectStore
 from store.run_format import Commit, Outcome
 
@@ -135,11 +135,20 @@ class CommittedUnits:
             return None
         return int(self.columns["unit"][place])
 
-    def load(self, objects: ObjectStore, map_: Mapper[Any, Any] = map) -> None:
-        """Read the commits that are newer than the snapshot; those read before are kept."""
+    def load(self, objects: ObjectStore, run_id: str, map_: Mapper[Any, Any] = map) -> None:
+        """Read the commits that are newer than the snapshot; those read before are kept.
+
+        Raises `FormatError` at a commit of another run.
+        """
+
+        def row_of(name: str) -> UnitRow:
+            commit = read_commit_leniently(objects, name)
+            require_run(commit, name, run_id)
+            return UnitRow.of(commit)
+
         missing = [unit for unit, repair in self.newer.items() if self._repair_read(unit) != repair]
         names = [keys.commit_key(unit, self.newer[unit]) for unit in missing]
-        for row in map_(lambda name: UnitRow.of(read_commit_leniently(objects, name)), names):
+        for row in map_(row_of, names):
             self.read[row.unit] = row
 
     def table(self) -> dict[str, NDArray[np.int64]]:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from store import keys
 from store.ahead import Begin, Begun, asked_at_once
-from store.commit import read_commit
+from store.commit import read_commit, require_run
 from store.committed_units import CommittedUnits
 from store.errors import DamagedObject, FormatError, PromptNotFound, PromptNotStored, RunError
 from store.generated import GENERATED, Continuation, read_generated
@@ -337,8 +337,7 @@ class RunIndex:
                 return kept
             begun = self._beginning.pop(name, None)
         commit = read_commit(self._objects, name) if begun is None else begun.result()
-        if commit.run_id != self._run_id:
-            raise FormatError(f"{name} belongs to run {commit.run_id}, not {self._run_id}")
+        require_run(commit, name, self._run_id)
         if (model := self.model()) is None:
             raise DamagedObject(f"{keys.MODEL} is missing, though {name} is there")
         for problem in model_contradictions(commit, model):
@@ -432,7 +431,7 @@ class RunIndex:
 
     def _loaded(self) -> CommittedUnits:
         with self._lock:
-            self._committed.load(self._objects, self._map_all)
+            self._committed.load(self._objects, self._run_id, self._map_all)
             return self._committed
 
     def _map_all(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:

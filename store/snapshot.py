@@ -98,7 +98,7 @@ def write_snapshot(
     Safe with other writers of snapshots and of commits. Reads the commits since the last one.
     """
     committed = find_committed(objects, run_id)
-    committed.load(objects, map_)
+    committed.load(objects, run_id, map_)
     table = committed.table()
     name = f"{_next_sequence(objects):08d}-{secrets.token_hex(4)}"
     prefix = f"{keys.SNAPSHOTS}{name}/"

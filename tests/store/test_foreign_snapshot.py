@@ -101,3 +101,17 @@ def test_status_counts_the_commits(run):
     status = read_status(run)
     assert (status.units_committed, status.prompts_stored, status.prompts_failed) == (2, 5, 1)
     assert np.asarray(missing_units(run, prepared(run))).size == 0
+
+
+def test_a_commit_of_another_run_counts_for_nobody(tmp_path, monkeypatch):
+    write(tmp_path / "other", monkeypatch, OTHER, failed=2)
+    ours = write(tmp_path / "ours", monkeypatch, OURS, failed=1)
+    key = keys.commit_key(1, 0)
+    shutil.copy(tmp_path / "other" / key, tmp_path / "ours" / key)
+    for ask in (
+        lambda: open_run(ours.url).prompts,
+        lambda: read_status(ours),
+        lambda: write_snapshot(ours, OURS),
+    ):
+        with pytest.raises(FormatError, match=f"{key} belongs to run {OTHER}"):
+            ask()

@@ -68,12 +68,12 @@ def test_rows_equal_what_the_commits_say(tmp_path):
     write_run(objects, SampleShape(), [[300, 0, 7], [1, 52], [9]])
     before = find_committed(objects, RUN_ID)
     assert before.snapshot is None
-    before.load(objects)
+    before.load(objects, RUN_ID)
     manifest = write_snapshot(objects, RUN_ID)
     assert (manifest.units, manifest.complete_folders) == (3, 0)
     objects.reads.clear()
     found = find_committed(objects, RUN_ID)
-    found.load(objects)
+    found.load(objects, RUN_ID)
     assert not [name for name in objects.reads if name.startswith("commits/")]
     for name in COLUMNS:
         assert found.table()[name].tolist() == before.table()[name].tolist()
@@ -95,7 +95,7 @@ def test_only_commits_after_the_snapshot_are_read(tmp_path):
     objects.reads.clear()
     objects.listed = 0
     found = find_committed(objects, RUN_ID)
-    found.load(objects)
+    found.load(objects, RUN_ID)
     read = [name for name in objects.reads if name.startswith("commits/")]
     assert sorted(read) == [keys.commit_key(unit) for unit in range(2500, 2510)]
     assert objects.listed < 520
@@ -112,7 +112,7 @@ def test_a_repair_inside_a_complete_folder_is_seen(tmp_path):
     found = find_committed(objects, RUN_ID)
     assert found.key(5) == keys.commit_key(5, 1)
     assert len(found) == 1000
-    found.load(objects)
+    found.load(objects, RUN_ID)
     assert found.table()["repair"].tolist() == [int(unit == 5) for unit in range(1000)]
     assert found.all_exceptions()[5].reason == "too long"
     write_snapshot(objects, RUN_ID)
@@ -194,7 +194,7 @@ def test_a_row_whose_commit_was_deleted_counts_no_longer(tmp_path):
     found = find_committed(objects, RUN_ID)
     assert found.units().tolist() == [0, 1, 3]
     assert found.key(2) is None
-    found.load(objects)
+    found.load(objects, RUN_ID)
     assert found.table()["unit"].tolist() == [0, 1, 3]
     assert [one.prompt for one in found.all_exceptions()] == [0, 1, 3]
     assert found.lost == {2: 0}
