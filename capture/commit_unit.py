@@ -34,11 +34,8 @@ from store.run_format import (
     Outcome,
     PromptOutcomes,
     RankRecord,
-    Site,
 )
 from store.shard_index import pack_chunk_sizes
-
-_OF_V = (Site.V, Site.Z, Site.PROJ_IN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +70,7 @@ class CaptureShape:
                 site.value,
                 site.head_dim_name,
                 layer.num_kv_heads if site.is_kv else layer.num_heads,
-                layer.v_head_size if site in _OF_V else layer.head_size,
+                layer.v_head_size if site.is_of_v else layer.head_size,
                 self.dtype,
             )
             for site in self.settings.sites

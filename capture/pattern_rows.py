@@ -19,6 +19,7 @@ import numpy as np
 
 from capture.errors import CaptureError, RowsMissing
 from capture.rows import ALL_POSITIONS, Positions, UnitLayout
+from capture.slabs import copy_rows
 from store.attention import HeadRows, pattern
 from store.codec import DTYPES
 from store.packed_pattern import entry_starts, num_entries, pack_query_rows
@@ -168,20 +169,3 @@ def bundles(taps: Mapping[int, PatternRecipe | None]) -> list[list[int]]:
     together = [[recipe.q_tap, recipe.k_tap, number] for number, recipe in made.items()]
     bound = {number for bundle in together for number in bundle}
     return [*together, *([number] for number in taps if number not in bound)]
-
-
-def copy_rows(
-    target_GCgtD: np.ndarray[Any, Any],
-    row: int,
-    source_GCgtD: np.ndarray[Any, Any],
-    start: int,
-    count: int,
-) -> None:
-    """Copy `count` rows between arrays of tiles whose token counts and phases may differ."""
-    target_tile, source_tile = target_GCgtD.shape[3], source_GCgtD.shape[3]
-    while count:
-        to, at = divmod(row, target_tile)
-        from_, off = divmod(start, source_tile)
-        size = min(count, target_tile - at, source_tile - off)
-        target_GCgtD[:, to, :, at : at + size] = source_GCgtD[:, from_, :, off : off + size]
-        row, start, count = row + size, start + size, count - size

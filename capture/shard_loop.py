@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from capture.errors import RowsMissing
-from capture.pattern_rows import PatternRecipe, PatternRows, copy_rows, first_entries
+from capture.pattern_rows import PatternRecipe, PatternRows, first_entries
 from capture.rows import Run, UnitLayout
-from capture.slabs import BITS_DTYPE, Entry
+from capture.slabs import BITS_DTYPE, Entry, copy_rows
 from store.attempt import AttemptWriter
 from store.codec import Codec
 from store.geometry import ArrayGeometry

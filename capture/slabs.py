@@ -73,6 +73,23 @@ class Entry:
         )
 
 
+def copy_rows(
+    target_GCgtD: np.ndarray,
+    row: int,
+    source_GCgtD: np.ndarray,
+    start: int,
+    count: int,
+) -> None:
+    """Copy `count` rows between arrays of tiles whose token counts and phases may differ."""
+    target_tile, source_tile = target_GCgtD.shape[3], source_GCgtD.shape[3]
+    while count:
+        to, at = divmod(row, target_tile)
+        from_, off = divmod(start, source_tile)
+        size = min(count, target_tile - at, source_tile - off)
+        target_GCgtD[:, to, :, at : at + size] = source_GCgtD[:, from_, :, off : off + size]
+        row, start, count = row + size, start + size, count - size
+
+
 class SlabMemory:
     """The memory of all slabs, one after the other in one anonymous memory file."""
 

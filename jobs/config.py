@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from capture.rows import ALL_POSITIONS, Positions
 from capture.settings import CaptureSettings, EngineSettings, Generation, StoreLocation
 from store.codec import Codec
+from store.planned_units import positions_slice
 from store.run_format import Site
 
 
@@ -199,17 +200,12 @@ class CaptureConfig(Section):
 
     def kept_positions(self) -> Positions:
         """Return `positions` as the engine takes it. Raises ValueError where it is no slice."""
-        if self.positions == "all":
-            return ALL_POSITIONS
-        if self.positions == "last":
-            return Positions(-1, None)
-        match = re.fullmatch(r"(-?\d+)?:(-?\d+)?", self.positions)
-        if match is None:
+        kept = positions_slice(self.positions)
+        if kept is None:
             raise ValueError(
                 f"positions is {self.positions!r}; write all, last, or a slice such as 0:16 or -8:"
             )
-        start, stop = (None if part is None else int(part) for part in match.groups())
-        return Positions(start, stop)
+        return Positions(kept.start, kept.stop)
 
 
 class GenerateConfig(Section):

@@ -16,7 +16,7 @@ import numpy as np
 from capture.heads import select_heads
 from jobs.config import PatternMode, RunConfig
 from jobs.model_identity import AttentionShape
-from store.codec import Codec
+from store.codec import DTYPES, Codec
 from store.geometry import ArrayGeometry
 from store.packed_pattern import plan_pattern
 from store.run_format import Site
@@ -24,10 +24,7 @@ from store.run_format import Site
 EXPECTED_RATIO = {Codec.RAW: 1.0, Codec.FAST: 1.2, Codec.SMALL: 1.35}
 """Raw bytes over stored bytes; what attention tensors gave in benchmarks, models differ."""
 
-ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SECONDS_PER_HOUR = 3600.0
-
-_OF_V = (Site.V, Site.Z, Site.PROJ_IN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +150,14 @@ def _geometry(
     config: RunConfig, shape: AttentionShape, site: Site, layers: int, num_tokens: int
 ) -> ArrayGeometry:
     heads, shard_heads = held_heads(config, shape, site)
-    head_size = shape.v_head_size if site in _OF_V else shape.head_size
+    head_size = shape.v_head_size if site.is_of_v else shape.head_size
     return ArrayGeometry.plan(
         num_layers=layers,
         num_tokens=num_tokens,
         num_heads=heads,
         shard_heads=shard_heads,
         head_size=head_size,
-        item_bytes=ITEM_BYTES[config.model.dtype],
+        item_bytes=DTYPES[config.model.dtype].itemsize,
     )
 
 
@@ -174,8 +171,8 @@ def rank_row_bytes(config: RunConfig, shape: AttentionShape) -> int:
     kept = (Site.ROT_Q, Site.ROT_K) if config.capture.pattern is PatternMode.STORED else ()
     return layers * sum(
         held_heads(config, shape, site)[1]
-        * (shape.v_head_size if site in _OF_V else shape.head_size)
-        * ITEM_BYTES[config.model.dtype]
+        * (shape.v_head_size if site.is_of_v else shape.head_size)
+        * DTYPES[config.model.dtype].itemsize
         for site in (*config.capture.sites, *kept)
     )
 
@@ -187,7 +184,7 @@ def held_heads(config: RunConfig, shape: AttentionShape, site: Site) -> tuple[in
     local = max(1, heads // ranks)
     if config.capture.heads is None:
         return heads, local
-    head_bytes = max(shape.head_size, shape.v_head_size) * ITEM_BYTES[config.model.dtype]
+    head_bytes = max(shape.head_size, shape.v_head_size) * DTYPES[config.model.dtype].itemsize
     held = select_heads(config.capture.heads, shape.heads, shape.kv_heads, ranks, head_bytes)[0]
     each = len(held.kv if site.is_kv else held.query)
     return each * (heads // local), each

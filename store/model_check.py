@@ -16,8 +16,6 @@ from store.run_format import ArrayRecord, Commit, LayerSemantics, ModelManifest,
 from store.sealed_json import MAX_JSON_BYTES
 from store.selection import describe
 
-_OF_V = (Site.V, Site.Z, Site.PROJ_IN)
-
 
 def read_model(objects: ObjectStore, run_id: str) -> ModelManifest | None:
     """Return the run's model, or None while no engine has started. Raises `FormatError`."""
@@ -68,4 +66,4 @@ def _array_contradictions(array: ArrayRecord, model: ModelManifest) -> Iterator[
 
 def _heads(site: Site, layer: LayerSemantics) -> tuple[int, int]:
     heads = layer.num_kv_heads if site.is_kv else layer.num_heads
-    return heads, layer.v_head_size if site in _OF_V else layer.head_size
+    return heads, layer.v_head_size if site.is_of_v else layer.head_size

@@ -76,11 +76,16 @@ def kept_positions(config: Mapping[str, Any]) -> slice | None:
     """Return which positions of each prompt a run's config keeps; None where it does not say."""
     capture = config.get("capture")
     stated = capture.get("positions") if isinstance(capture, Mapping) else None
-    if stated == "last":
-        return slice(-1, None)
-    match = _SLICE.fullmatch(stated) if isinstance(stated, str) else None
+    return positions_slice(stated) if isinstance(stated, str) else None
+
+
+def positions_slice(stated: str) -> slice | None:
+    """Return what `all`, `last` or a slice such as `0:16` keeps of each prompt; else None."""
+    if stated in ("all", "last"):
+        return slice(None if stated == "all" else -1, None)
+    match = _SLICE.fullmatch(stated)
     if match is None:
-        return slice(None) if stated == "all" else None
+        return None
     start, stop = (None if part is None else int(part) for part in match.groups())
     return slice(start, stop)
 

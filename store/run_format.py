@@ -48,6 +48,11 @@ class Site(StrEnum):
         return self in (Site.ROT_K, Site.V, Site.PRE_K)
 
     @property
+    def is_of_v(self) -> bool:
+        """Whether the site's heads have the size of v's, which may differ from q's and k's."""
+        return self in (Site.V, Site.Z, Site.PROJ_IN)
+
+    @property
     def head_dim_name(self) -> str:
         """The Zarr dimension name of the head axis; q and kv heads must differ for xarray."""
         return "kv_head" if self.is_kv else "head"
