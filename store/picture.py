@@ -2,7 +2,8 @@
 
 Knows one labelled pattern (`Run.pattern` of one prompt, layer and head) and a title; never reads a
 run. White space in tokens is made visible, and scripts that no installed font has are shown as code
-points rather than as empty boxes. Draws without a display and without pyplot's global state.
+points rather than as empty boxes. A NaN has a colour that no value has, and the title counts them.
+Draws without a display and without pyplot's global state.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 import xarray as xr
 from matplotlib import font_manager
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ft2font import FT2Font
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ MAX_LABELS = 64
 MAX_LABEL_CHARACTERS = 14
 _COLOURS = ("#ffffff", "#d6e6f4", "#7ab6d9", "#2a7ab9", "#0b4a8f", "#06224a")
 _MASKED = "#ececee"
+_NAN = "#e8590c"
 _VISIBLE = {" ": "·", "\n": "↵", "\t": "⇥", "\r": "␍", "▁": "·", "Ġ": "·", "Ċ": "↵"}
 _FALLBACK_FAMILIES = (
     "DejaVu Sans",
@@ -64,6 +66,8 @@ def draw_pattern(pattern: xr.DataArray, path: str | Path, *, model: str) -> Path
         f"{_short(model)}   layer {int(pattern['layer'])}   head {int(pattern['head'])}\n"
         f"prompt {_drawable(str(pattern['prompt'].item()))}"
     )
+    if nans := int(np.isnan(values_QK).sum()):
+        title += f"   {nans} of {values_QK.size} entries are NaN (orange)"
     with mpl.rc_context({"font.family": _families(), "svg.fonttype": "none"}):
         figure = _figure(values_QK, queries, keys, pattern, title)
         target = Path(path)
@@ -107,16 +111,24 @@ def _figure(
     axes = figure.subplots()
     q_pos, k_pos = (np.asarray(pattern[name].values) for name in ("query_pos", "key_pos"))
     hidden_QK = k_pos[None, :] > q_pos[:, None]
-    shown = np.where(hidden_QK, np.float32(np.nan), values_QK)
+    nan_QK = np.isnan(values_QK)
     colours = LinearSegmentedColormap.from_list("attention", _COLOURS).with_extremes(bad=_MASKED)
     image = axes.imshow(
-        shown,
+        np.ma.masked_array(values_QK, hidden_QK | nan_QK),
         cmap=colours,
         vmin=0,
-        vmax=max(float(values_QK.max()), 1e-6),
+        vmax=float(values_QK.max(initial=1e-6, where=np.isfinite(values_QK))),
         aspect="auto",
         interpolation="nearest",
     )
+    if nan_QK.any():
+        # Whatever their place: a NaN behind the mask is none that attention can have made.
+        axes.imshow(
+            np.ma.masked_array(nan_QK, ~nan_QK),
+            cmap=ListedColormap([_NAN]),
+            aspect="auto",
+            interpolation="nearest",
+        )
     for axis, labels, positions in ((axes.yaxis, queries, q_pos), (axes.xaxis, keys, k_pos)):
         places = tick_places(len(labels))
         thinned = len(places) < len(labels)

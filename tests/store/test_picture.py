@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import xarray as xr
+from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
+from store import picture
 from store.picture import MAX_LABELS, _short, draw_pattern, tick_places, visible_token
 
 
@@ -41,6 +45,36 @@ def test_draws_a_png(tmp_path, size: int) -> None:
     assert image.shape[0] > 400
     assert image.shape[1] > 400
     assert len(np.unique(image[..., :3].reshape(-1, 3), axis=0)) > 10
+    assert share_of(image, picture._NAN) == 0
+
+
+def share_of(image: np.ndarray, colour: str) -> float:
+    """How many of the picture's points have this colour."""
+    return np.all(np.abs(image[..., :3] - np.array(to_rgb(colour))) < 0.02, axis=-1).sum()
+
+
+@pytest.mark.parametrize("hole", [(8, 2), (2, 8), ...])
+def test_a_nan_is_seen_and_said_and_the_rest_is_drawn(tmp_path, monkeypatch, hole: Any) -> None:
+    titles: list[str] = []
+    draw = picture._figure
+    monkeypatch.setattr(picture, "_figure", lambda *parts: titles.append(parts[-1]) or draw(*parts))
+    broken = pattern(["a"] * 9)
+    broken[hole] = np.nan
+    image = imread(draw_pattern(broken, tmp_path / "broken.png", model="m"))
+    nans = int(np.isnan(broken.values).sum())
+    assert titles[0].endswith(f"{nans} of 81 entries are NaN (orange)")
+    cell = share_of(image, picture._NAN) / nans
+    assert cell > 500
+    if hole is not ...:
+        # The other 44 or 45 entries share one value, the largest.
+        assert share_of(image, picture._COLOURS[-1]) / cell > 40
+
+
+def test_an_infinity_does_not_hide_the_other_entries(tmp_path) -> None:
+    broken = pattern(["a"] * 9)
+    broken[1, 0] = np.inf
+    image = imread(draw_pattern(broken, tmp_path / "a.png", model="m"))
+    assert share_of(image, picture._COLOURS[-1]) > 20_000
 
 
 def test_tokens_are_made_visible() -> None:
