@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,30 +21,40 @@ _SLICE = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?")
 
 
 @dataclass(frozen=True, slots=True)
+class FileTokens:
+    """How many tokens each prompt of one file of the plan has; `first_prompt` counts run-wide."""
+
+    first_prompt: int
+    num_tokens: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedUnits:
     """Which prompts each planned unit has, ascending by unit."""
 
     unit: NDArray[np.int64]
     first_prompt: NDArray[np.int64]
     num_prompts: NDArray[np.int64]
-    prompt_tokens: NDArray[np.int32] | None = None
-    """Tokens of every prompt by its run-wide number, where they were read."""
+    tokens: Sequence[FileTokens] = ()
+    """Of the files that were read, in plan order."""
     kept: slice | None = None
     """See `kept_positions`."""
+    unread: Sequence[range] = ()
+    """Units that are planned in files which could not be read."""
 
     @classmethod
     def of(
         cls,
-        tables: list[pa.Table],
-        prompt_tokens: list[NDArray[np.int32]] | None = None,
+        tables: Sequence[pa.Table],
+        tokens: Sequence[FileTokens] = (),
         kept: slice | None = None,
+        unread: Sequence[range] = (),
     ) -> PlannedUnits:
         """Return the units of the plan's tables, in plan order."""
         names = ("unit", "first_prompt", "num_prompts")
         whole = pa.concat_tables([table.select(names) for table in tables] or [_NO_UNITS])
         unit, first, count = (np.asarray(whole[name].to_numpy(), np.int64) for name in names)
-        tokens = np.concatenate(prompt_tokens) if prompt_tokens else None
-        return cls(unit, first, count, tokens, kept)
+        return cls(unit, first, count, tokens, kept, unread)
 
     def contradictions(
         self, commit: Commit, generated: Mapping[int, int] | None = None
@@ -54,7 +65,8 @@ class PlannedUnits:
         """
         place = int(np.searchsorted(self.unit, commit.unit))
         if place == len(self.unit) or self.unit[place] != commit.unit:
-            yield "no plan segment has this unit"
+            if not any(commit.unit in units for units in self.unread):
+                yield "no plan segment has this unit"
             return
         planned = int(self.first_prompt[place]), int(self.num_prompts[place])
         stated = commit.first_prompt, len(commit.prompts.outcome)
@@ -63,13 +75,23 @@ class PlannedUnits:
                 f"covers {stated[1]} prompts from {stated[0]}, the plan's unit has {planned[1]} "
                 f"from {planned[0]}"
             )
-        elif self.prompt_tokens is not None and planned[0] + planned[1] <= len(self.prompt_tokens):
-            tokens = self.prompt_tokens[planned[0] : planned[0] + planned[1]].tolist()
-            for at, num_tokens in enumerate(tokens):
-                said = None if generated is None else generated.get(at, 0)
-                problem = row_contradiction(commit, at, num_tokens, said, self.kept)
-                if problem:
-                    yield problem
+            return
+        for at, num_tokens in self._tokens_of(*planned):
+            said = None if generated is None else generated.get(at, 0)
+            problem = row_contradiction(commit, at, num_tokens, said, self.kept)
+            if problem:
+                yield problem
+
+    def _tokens_of(self, first_prompt: int, num_prompts: int) -> Iterator[tuple[int, int]]:
+        """Yield place and tokens of each of a unit's prompts whose file was read."""
+        start = bisect_right(self.tokens, first_prompt, key=lambda file: file.first_prompt)
+        for file in self.tokens[max(0, start - 1) :]:
+            offset = file.first_prompt - first_prompt
+            if offset >= num_prompts:
+                return
+            low = max(0, -offset)
+            for at, tokens in enumerate(file.num_tokens[low : num_prompts - offset].tolist(), low):
+                yield offset + at, tokens
 
 
 def kept_positions(config: Mapping[str, Any]) -> slice | None:

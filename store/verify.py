@@ -13,8 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-import numpy as np
-
 from store import keys
 from store.commit import committed_units, missing_objects, read_commit_leniently
 from store.commit_problems import commit_problems
@@ -23,9 +21,7 @@ from store.errors import FormatError, ObjectNotFound, RunError, StoreError
 from store.generated import GENERATED, read_generated
 from store.model_check import model_contradictions
 from store.objects.protocol import ObjectStore
-from store.parquet_file import read_parquet
-from store.plan import read_segments
-from store.planned_units import PlannedUnits, kept_positions
+from store.planned_units import PlannedUnits
 from store.run_format import (
     Commit,
     Document,
@@ -37,6 +33,7 @@ from store.sealed_json import MAX_JSON_BYTES
 from store.snapshot import LATEST, read_snapshot, snapshot_names
 from store.verify_beside import check_beside
 from store.verify_object import object_problem, shards_of
+from store.verify_plan import check_plan
 from store.verify_report import VerifyReport
 
 SHALLOW_THREADS = 16
@@ -63,7 +60,7 @@ def verify_run(
     model = _document(objects, keys.MODEL, ModelManifest, report, optional=True)
     if model is not None and run_id is not None and model.run_id != run_id:
         report.add(keys.MODEL, f"belongs to run {model.run_id}, not {run_id}")
-    planned = _check_plan(objects, run, report, deep=deep)
+    planned = check_plan(objects, run, report, deep=deep)
     workers = threads or (DEEP_THREADS if deep else SHALLOW_THREADS)
     committed = list(committed_units(objects).items())
     if model is None and committed and not any(p.name == keys.MODEL for p in report.problems):
@@ -149,43 +146,6 @@ def _generated(objects: ObjectStore, commit: Commit, report: VerifyReport) -> di
         # Missing or altered bytes: the check of every object reports them.
         pass
     return None
-
-
-def _check_plan(
-    objects: ObjectStore, run: RunManifest | None, report: VerifyReport, *, deep: bool
-) -> PlannedUnits | None:
-    """Check the plan's files and return its units, or None if they cannot be read."""
-    try:
-        plans = read_segments(objects)
-    except (RunError, ObjectNotFound) as error:
-        report.add(keys.PLAN, error)
-        return None
-    tables, prompt_tokens = [], []
-    for plan in plans:
-        prefix = keys.plan_prefix(plan.segment)
-        if run is not None and plan.run_id != run.run_id:
-            report.add(prefix, f"belongs to run {plan.run_id}, not {run.run_id}")
-        listed = {info.name[len(prefix) :]: info.bytes for info in objects.list(prefix)}
-        for file in [*plan.prompts, *plan.units]:
-            report.objects += 1
-            report.bytes += file.bytes
-            if listed.get(file.name) != file.bytes:
-                found = listed.get(file.name)
-                report.add(prefix + file.name, f"has {found} bytes, not {file.bytes}")
-        for file in plan.units if not deep else [*plan.prompts, *plan.units]:
-            try:
-                table = read_parquet(objects, prefix, file)
-            except (RunError, StoreError) as error:
-                report.add(prefix + file.name, error)
-                continue
-            if file in plan.units:
-                tables.append(table)
-            else:
-                prompt_tokens.append(np.asarray(table["num_tokens"].to_numpy(), np.int32))
-    if sum(table.num_rows for table in tables) != sum(plan.num_units for plan in plans):
-        return None
-    kept = None if run is None else kept_positions(run.config)
-    return PlannedUnits.of(tables, prompt_tokens, kept)
 
 
 def _check_snapshots(
