@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import xarray as xr
 from numpy.typing import DTypeLike
 
 from store.errors import ExportRefused, PackageMissing, RunError
+from store.new_folder import new_folder
 from store.selection import Choice, integer
 from store.site_names import REBUILT, resolve
 
@@ -97,26 +97,21 @@ def export(
     group, each site `[layer, row, head|kv_head, d_head]` beside `prompt` and `pos` of every row.
     `hf-dataset`: Parquet of one row a prompt, for `datasets.load_dataset(f"{path}/dataset")`. All
     come with the prompts table as Parquet and `export.json`, written last. An export that fails
-    leaves no folder. Raises `ExportRefused` if `path` is there, the kind unknown, or a site or type
-    has no place in it; `PackageMissing` naming what to install.
+    leaves no folder that was not there. Raises `ExportRefused` if `path` is there, the kind
+    unknown, or a site or type has no place in it; `PackageMissing` naming what to install.
     """
     kind = _kind(kind)
     target = Path(path)
     chosen = selection or ExportSelection()
     part = _Part(run, chosen)
     part.check(kind)
-    try:
-        target.mkdir(parents=True)
-    except FileExistsError:
-        raise ExportRefused(f"{target} is already there; export to a new folder") from None
-    try:
+    if target.exists():
+        raise ExportRefused(f"{target} is already there; export to a new folder")
+    with new_folder(target):
         _WRITERS[kind](part, target)
         pq.write_table(part.prompts_table(), target / PROMPTS_FILE)
         body = {"kind": kind.value, "run": run.id, "sites": part.sites, "prompts": len(part.ids)}
         (target / MANIFEST).write_text(json.dumps(body, indent=1) + "\n")
-    except BaseException:
-        shutil.rmtree(target, ignore_errors=True)
-        raise
     size = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     return ExportReport(kind, target, len(part.ids), size)
 

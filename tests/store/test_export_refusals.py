@@ -11,6 +11,7 @@ import pytest
 from store import export as exporting
 from store.errors import ExportRefused, PromptNotStored, RunError, SiteNotFound
 from store.export import ExportKind, ExportSelection, export
+from store.new_folder import new_folder
 from store.objects.local import LocalStore
 from store.run import Run, open_run
 from tests.store.sample_run import SampleShape, write_run
@@ -110,3 +111,52 @@ def test_a_broken_export_leaves_nothing_and_takes_nothing_else(
     with pytest.raises(ExportRefused, match="already there"):
         export(run, "numpy", tmp_path / "mine")
     assert (tmp_path / "mine" / "kept").read_text() == "kept"
+
+
+@pytest.mark.parametrize("kind", list(ExportKind))
+def test_a_broken_export_takes_the_parents_that_it_made(
+    run: Run, tmp_path: Path, kind: str, monkeypatch
+) -> None:
+    (tmp_path / "mine").mkdir()
+    chosen = ExportSelection(sites=["z"], prompts=["p0", "p1"])
+    with pytest.raises(PromptNotStored):
+        export(run, kind, tmp_path / "mine" / "a" / "b" / "out", chosen)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+    monkeypatch.chdir(tmp_path / "mine")
+    with pytest.raises(PromptNotStored):
+        export(run, kind, "a/out", chosen)
+    with pytest.raises(PromptNotStored):
+        export(run, kind, "../other/../mine/a/out", chosen)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
+
+
+def test_parents_that_another_filled_meanwhile_stay(run: Run, tmp_path: Path, monkeypatch) -> None:
+    def broken(*_: Any) -> None:
+        (tmp_path / "a" / "theirs").write_text("kept")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(exporting.pq, "write_table", broken)
+    with pytest.raises(OSError, match="disk is full"):
+        export(run, "numpy", tmp_path / "a" / "b" / "out")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a", tmp_path / "a" / "theirs"]
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("file/out", "Not a directory"),
+        ("a/b/" + "n" * 300 + "/out", "too long"),
+        ("a/b/" + "n" * 300, "too long"),
+    ],
+)
+def test_a_path_that_cannot_be_made_leaves_nothing(
+    run: Run, tmp_path: Path, path: str, why: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=why):
+        export(run, "numpy", tmp_path / path)
+    with pytest.raises(ExportRefused, match="already there"):
+        export(run, "numpy", tmp_path / "file")
+    with pytest.raises(OSError, match="too long"), new_folder(tmp_path / "a" / "b" / "c"):
+        (tmp_path / "a" / "b" / "c" / ("n" * 300)).mkdir()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "file"]
