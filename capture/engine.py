@@ -40,7 +40,7 @@ from store.generated import Continuation
 from store.objects.open import open_store
 from store.packed_pattern import num_entries
 from store.run_format import ModelManifest
-from store.weights import WEIGHTS, OutputProjection, weight_key, write_output_projection
+from store.weights import OutputProjection, layers_to_store, write_output_projection
 
 IDLE_POLL_SECONDS = 0.002
 NO_POSITION = "skipped: capture.positions selects none of its positions"
@@ -253,18 +253,16 @@ class CaptureEngine:
         self._engine.call("capture_open", location)
 
     def store_output_weights(self) -> None:
-        """Store each captured layer's W_O that the run does not hold yet."""
-        held = {info.name for info in self._objects.list(WEIGHTS)}
-        for layer in self._shape.layers:
-            if weight_key(layer.layer) not in held:
-                parts = self._engine.call("capture_output_projection", layer.layer)
-                dtype = DTYPES[self._shape.dtype]
-                rows = np.concatenate([weight for weight, _ in parts]).view(dtype)
-                w_o_HDM = rows.reshape(layer.num_heads, layer.v_head_size, -1)
-                bias = parts[0][1]
-                bias_M = None if bias is None else bias.view(dtype)
-                projection = OutputProjection(layer.layer, w_o_HDM, bias_M)
-                write_output_projection(self._objects, projection, self._shape.run_id)
+        """Store each captured layer's W_O that the run does not hold yet, or another's in place."""
+        for layer in layers_to_store(self._objects, self._shape.layers, self.facts.model):
+            parts = self._engine.call("capture_output_projection", layer.layer)
+            dtype = DTYPES[self._shape.dtype]
+            rows = np.concatenate([weight for weight, _ in parts]).view(dtype)
+            w_o_HDM = rows.reshape(layer.num_heads, layer.v_head_size, -1)
+            bias = parts[0][1]
+            bias_M = None if bias is None else bias.view(dtype)
+            projection = OutputProjection(layer.layer, w_o_HDM, bias_M)
+            write_output_projection(self._objects, projection, self._shape.run_id)
 
     def shutdown(self) -> None:
         """End the engine and its processes. Units in flight are lost, never half committed."""

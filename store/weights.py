@@ -4,10 +4,11 @@ A head's contribution to the residual stream is its slice of z through its slice
 al. 2021, "A Mathematical Framework for Transformer Circuits"). `model.json` and the data never
 depend on this: a run without it reads the same, only `contribution` refuses.
 
-Each layer is one object `weights/w_o-<layer>.safetensors`, create-only: a tensor `w_o`
-[num_heads * v_head_size, hidden_size] in the engine's dtype (rows in global head order), a tensor
-`bias` [hidden_size] after it where the projection has one, and the run, the layer and a crc32c of
-both tensors' bytes in the header's metadata. Knows no torch and no engine.
+Each layer is one object `weights/w_o-<layer>.safetensors`, created once and replaced only where it
+is of another run, layer or shape: a tensor `w_o` [num_heads * v_head_size, hidden_size] in the
+engine's dtype (rows in global head order), a tensor `bias` [hidden_size] after it where the
+projection has one, and the run, the layer and a crc32c of both tensors' bytes in the header's
+metadata. Knows no torch and no engine.
 
 Legend: H heads, D head size of v and z, M hidden size, P positions.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +29,14 @@ from numpy.typing import NDArray
 from store.checksum import crc32c, hex_crc32c
 from store.codec import DTYPES
 from store.errors import DamagedObject, ObjectExists, ObjectNotFound, SiteNotFound
-from store.objects.protocol import ObjectStore
+from store.objects.protocol import ByteRange, ObjectStore
 from store.run_format import LayerSemantics, ModelManifest
 
 WEIGHTS = "weights/"
 MAX_WEIGHT_BYTES = 4 << 30
 MAX_HEADER_BYTES = 1 << 16
 _FACTS = {"crc32c", "heads", "layer", "run_id"}
+_NO_CRC = "0" * 8
 
 _TYPES: dict[str, np.dtype[Any]] = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -63,20 +66,73 @@ def weight_key(layer: int) -> str:
 def write_output_projection(
     objects: ObjectStore, projection: OutputProjection, run_id: str
 ) -> None:
-    """Store a layer's W_O of the run if it is not there yet. Safe to repeat and to race."""
+    """Store a layer's W_O of the run if it is not there yet. Safe to repeat and to race.
+
+    What has its name, and is not of this run, layer, shape and type, is replaced.
+    """
     heads, size, hidden = projection.w_o_HDM.shape
     values = np.ascontiguousarray(projection.w_o_HDM).reshape(heads * size, hidden)
     data = values.tobytes()
     has_bias = projection.bias_M is not None
     if projection.bias_M is not None:
         data += np.ascontiguousarray(projection.bias_M, values.dtype).reshape(hidden).tobytes()
-    facts = {"crc32c": hex_crc32c(crc32c(data)), "heads": str(heads)}
-    facts |= {"layer": str(projection.layer), "run_id": run_id}
+    name = weight_key(projection.layer)
+    facts = _facts(projection.layer, heads, run_id, hex_crc32c(crc32c(data)))
     head = _head(facts, values.dtype, (heads * size, hidden), has_bias=has_bias)
     try:
-        objects.create(weight_key(projection.layer), head + data)
+        objects.create(name, head + data)
     except ObjectExists:
-        return
+        due = _facts(projection.layer, heads, run_id)
+        if not _is_of(objects, name, objects.size(name), due, values.dtype, (heads * size, hidden)):
+            objects.put(name, [head, data])
+
+
+def layers_to_store(
+    objects: ObjectStore, layers: Sequence[LayerSemantics], model: ModelManifest
+) -> list[LayerSemantics]:
+    """Return those of a run's layers whose W_O is not there, or not of this run, layer and shape.
+
+    Costs a listing and one small read a layer. An earlier run's W_O that names no run counts as
+    not there, since nothing but its values could tell whose it is.
+    """
+    held = {info.name: info.bytes for info in objects.list(WEIGHTS)}
+    found = []
+    for layer in layers:
+        name = weight_key(layer.layer)
+        due = _facts(layer.layer, layer.num_heads, model.run_id)
+        shape = (layer.num_heads * layer.v_head_size, model.hidden_size)
+        dtype = DTYPES[model.dtype]
+        if name not in held or not _is_of(objects, name, held[name], due, dtype, shape):
+            found.append(layer)
+    return found
+
+
+def _is_of(
+    objects: ObjectStore,
+    name: str,
+    num_bytes: int,
+    facts: dict[str, str],
+    dtype: np.dtype[Any],
+    shape: tuple[int, int],
+) -> bool:
+    """Whether a stored W_O is of this size and says this of itself, but for its checksum."""
+    for has_bias in (False, True):
+        due = _head(facts, dtype, shape, has_bias=has_bias)
+        if num_bytes == len(due) + (shape[0] + has_bias) * shape[1] * dtype.itemsize:
+            (head,) = objects.get_ranges(name, [ByteRange(0, len(due))])
+            at = due.index(_NO_CRC.encode())
+            if head[:at] + due[at : at + len(_NO_CRC)] + head[at + len(_NO_CRC) :] == due:
+                return True
+    return False
+
+
+def _facts(layer: int, heads: int, run_id: str, checksum: str = "") -> dict[str, str]:
+    return {
+        "crc32c": checksum or _NO_CRC,
+        "heads": str(heads),
+        "layer": str(layer),
+        "run_id": run_id,
+    }
 
 
 def _head(
@@ -99,13 +155,14 @@ def stored_bytes(layer: LayerSemantics, model: ModelManifest) -> tuple[int, ...]
     """
     dtype = DTYPES[model.dtype]
     shape = (layer.num_heads * layer.v_head_size, model.hidden_size)
-    first = {"crc32c": "0" * 8, "heads": str(layer.num_heads)}
-    named = first | {"layer": str(layer.layer)}
+    whole = _facts(layer.layer, layer.num_heads, model.run_id)
+    named = {fact: whole[fact] for fact in ("crc32c", "heads", "layer")}
+    first = {fact: whole[fact] for fact in ("crc32c", "heads")}
     return tuple(
         len(_head(facts, dtype, shape, has_bias=has_bias))
         + (shape[0] + has_bias) * shape[1] * dtype.itemsize
         for has_bias in (False, True)
-        for facts in (named | {"run_id": model.run_id}, named, first)
+        for facts in (whole, named, first)
     )
 
 
