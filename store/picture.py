@@ -114,7 +114,7 @@ def _figure(
     nan_QK = np.isnan(values_QK)
     colours = LinearSegmentedColormap.from_list("attention", _COLOURS).with_extremes(bad=_MASKED)
     image = axes.imshow(
-        np.ma.masked_array(values_QK, hidden_QK | nan_QK),
+        np.where(hidden_QK, np.float32(np.nan), values_QK),
         cmap=colours,
         vmin=0,
         vmax=float(values_QK.max(initial=1e-6, where=np.isfinite(values_QK))),
@@ -124,7 +124,7 @@ def _figure(
     if nan_QK.any():
         # Whatever their place: a NaN behind the mask is none that attention can have made.
         axes.imshow(
-            np.ma.masked_array(nan_QK, ~nan_QK),
+            np.where(nan_QK, np.float32(1), np.float32(np.nan)),
             cmap=ListedColormap([_NAN]),
             aspect="auto",
             interpolation="nearest",
