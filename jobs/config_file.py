@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from jobs.config import RunConfig
 from jobs.config_yaml import read_yaml
 from jobs.errors import ConfigError
+from jobs.nesting import MAX_NESTING, is_too_nested
 
 MAX_CONFIG_BYTES = 1 << 20
 _SHORT = {"model": "path", "generate": "tokens"}
@@ -47,6 +48,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def parse_config(body: Mapping[str, Any], name: str = "config") -> RunConfig:
     """Validate a config body; `name` is where it came from, for messages."""
+    deep = next((key for key, value in body.items() if is_too_nested(value)), None)
+    if deep is not None:
+        raise ConfigError(f"{name} cannot be used: {deep} is nested more than {MAX_NESTING} deep")
     try:
         return RunConfig.model_validate(body)
     except ValidationError as error:

@@ -92,7 +92,7 @@ def _text_configs(model: ModelConfig) -> list[dict[str, Any]]:
     if file.is_file():
         try:
             body = json.loads(file.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file} is not readable as JSON: {error}") from error
     else:
         from transformers import AutoConfig

@@ -18,10 +18,12 @@ import numpy as np
 from capture.token_text import token_string
 from jobs.config import PromptsConfig, SpecialTokens, TooLong
 from jobs.errors import SourceError
+from jobs.nesting import MAX_NESTING, is_too_nested
 from jobs.sources import SourceRecord
 
 BATCH_RECORDS = 512
 SKIPPED = "skipped: listed in prompts.skip"
+TOO_NESTED = f"is nested more than {MAX_NESTING} deep"
 NOT_UNICODE = "holds half a surrogate pair, which is no Unicode text"
 ORIGINAL_TOKENS = "tokens_before_truncation"
 
@@ -111,6 +113,8 @@ class Prompter:
                 fault = fault or f"the name of its column {key!r} {NOT_UNICODE}"
             elif not _is_unicode(value):
                 fault = fault or f"its {key!r} {NOT_UNICODE}"
+            elif is_too_nested(value):
+                fault = fault or f"its {key!r} {TOO_NESTED}"
             else:
                 metadata[key] = value
         text = row.get(config.text_column)
@@ -208,6 +212,8 @@ def _prompt_id(given: Any, place: int) -> tuple[str, str | None]:
     """
     if given is None or given == "":
         return f"p{place}", None
+    if is_too_nested(given):
+        return f"p{place}:nested", f"its id {TOO_NESTED}"
     prompt_id = str(given)
     if _is_unicode(prompt_id):
         return prompt_id, None

@@ -53,8 +53,8 @@ def _zstd_error() -> type[Exception]:
 
 
 _READ_ERRORS = (
-    OSError, EOFError, ValueError, csv.Error, zlib.error, lzma.LZMAError, pa.ArrowException,
-    _zstd_error(),
+    OSError, EOFError, ValueError, RecursionError, csv.Error, zlib.error, lzma.LZMAError,
+    pa.ArrowException, _zstd_error(),
 )  # fmt: skip
 """What readers and decompressors raise for files that are not what they should be."""
 
@@ -191,7 +191,7 @@ def _jsonl_rows(text: io.TextIOWrapper, name: str) -> Iterator[Mapping[str, Any]
             continue
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise SourceError(f"{name}, line {number}: not readable as JSON ({error})") from error
         yield _mapping(row, f"{name}, line {number}")
 

@@ -218,7 +218,7 @@ def _decode(data: bytes, layer: int, run_id: str | None, name: str) -> OutputPro
         if set(facts) - _FACTS or data[: 8 + length] != due:
             raise ValueError("a header that is not in the form of what it says")
         stated, actual = facts["crc32c"], hex_crc32c(crc32c(values))
-    except (ValueError, KeyError, TypeError, OverflowError, struct.error) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError, struct.error) as error:
         raise DamagedObject(f"{name} is not readable ({error}); run `attnstore verify`") from error
     if facts.get("layer", str(layer)) != str(layer):
         raise DamagedObject(f"{name} is W_O of layer {facts['layer']}; run `attnstore verify`")
