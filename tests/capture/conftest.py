@@ -157,6 +157,7 @@ def tiny_qwen3_1(
             [[ids] for unit in tiny_units for ids in unit],
             {**SMALL_STEPS, "dtype": "bfloat16"},
             alone=True,
+            self_check=True,
             record_bits=True,
         ),
     }

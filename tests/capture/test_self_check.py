@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from capture.reference import reference_patterns
+from capture.same_rows import TOLERANCE
+from capture.self_check import MIXED_TOLERANCE
 
 pytestmark = pytest.mark.engine
 
@@ -14,11 +16,20 @@ def test_the_figures_are_those_of_float_noise(tiny_qwen3_1) -> None:
     figures, _ = tiny_qwen3_1["plain"].checks
     assert figures["prompts"] == 4
     assert figures["tokens"] == 33 + 1 + 48 + 8
-    assert 0 <= figures["batched"] < 1e-5
+    assert 0 <= figures["noise"] <= figures["batched"] < 1e-5
     assert 0 < figures["mixed"] < 1e-5
     assert "layer" in figures["batched_at"]
     assert 0 < figures["reference"] < 1e-5
     assert "head" in figures["reference_at"]
+
+
+def test_sixteen_bits_have_a_bar_of_their_own(tiny_qwen3_1) -> None:
+    figures, message = tiny_qwen3_1["bfloat16"].checks
+    assert 1e-4 < figures["mixed"] < MIXED_TOLERANCE["bfloat16"]
+    assert figures["batched"] < TOLERANCE["bfloat16"] == figures["tolerance"]
+    assert figures["noise"] <= figures["batched"]
+    assert "z is not the rebuilt pattern times v" in message
+    assert "layer 1, head" in message
 
 
 def test_a_checkpoint_that_transformers_cannot_show_says_why(tmp_path) -> None:
