@@ -94,8 +94,8 @@ def self_check(
 ) -> SelfCheck | None:
     """Capture the start of some prompts alone and together, and compare; then open `location`.
 
-    `model` is the checkpoint's folder, for transformers. None where there is no prompt to try.
-    Raises `SelfCheckFailed`, naming layer and head.
+    `model` is the checkpoint's folder, for transformers. None where there is no prompt to try, or
+    the engine refuses all of them. Raises `SelfCheckFailed`, naming layer and head.
     """
     tried = [ids[:MAX_TOKENS] for ids in prompts if len(ids)][:MAX_PROMPTS]
     if not tried:
@@ -123,21 +123,28 @@ def _run(engine: _Engine, task: UnitTask) -> None:
 
 def _compare(
     facts: EngineFacts, objects: ObjectStore, tried: Sequence[np.ndarray], model: str
-) -> SelfCheck:
+) -> SelfCheck | None:
     keys = committed_units(objects)
     alone, together, again = (read_commit(objects, keys[unit]) for unit in (ALONE, TOGETHER, AGAIN))
+    stored = _stored_places(alone)
+    if not stored == _stored_places(together) == _stored_places(again):
+        raise SelfCheckFailed(
+            f"the self-check failed: of the prompts tried, those at {stored} were stored alone, "
+            f"{_stored_places(together)} in a batch and {_stored_places(again)} alone again; "
+            "nothing was stored. Please report it with the model's name"
+        )
+    if not stored:
+        return None
     arrays = UnitArrays(ArrayReader(objects, ReadOptions(threads=2)))
     batched, mixed, noise = Verdict(), Verdict(), 0.0
     records = [array for array in alone.arrays if not array.is_packed]
     sites = [array.site for array in records]
-    layers = records[0].layers if records else []
+    layers = records[0].layers
     heads = {array.site: array.heads for array in records}
     can_mix = {"rot_q", "rot_k", "v", "z"} <= set(sites)
-    for place, ids in enumerate(tried):
+    for place in stored:
         # Fewer where chosen positions are kept, more where the prompt was continued.
-        rows = min(len(ids), alone.prompts.num_rows[place])
-        if not rows:
-            continue
+        rows = min(len(tried[place]), alone.prompts.num_rows[place])
         one = {site: _rows(arrays, alone, place, site, rows) for site in sites}
         twice = {site: _rows(arrays, again, place, site, rows) for site in sites}
         own = max(float(head_errors(twice[site], one[site]).max()) for site in sites)
@@ -174,7 +181,7 @@ def _compare(
             )
     reference, reference_at = None, "rot_q or rot_k is not captured"
     if {"rot_q", "rot_k"} <= set(sites):
-        longest = max(range(len(tried)), key=lambda place: len(tried[place]))
+        longest = max(stored, key=lambda place: len(tried[place]))
         one = {
             site: _rows(arrays, alone, longest, site, len(tried[longest]))
             for site in ("rot_q", "rot_k")
@@ -183,8 +190,8 @@ def _compare(
             facts, layers, heads, one, tried[longest], model
         )
     return SelfCheck(
-        prompts=len(tried),
-        tokens=sum(map(len, tried)),
+        prompts=len(stored),
+        tokens=sum(len(tried[place]) for place in stored),
         batched=batched.error,
         batched_at=batched.where,
         noise=noise,
@@ -194,6 +201,11 @@ def _compare(
         reference=reference,
         reference_at=reference_at,
     )
+
+
+def _stored_places(commit: Commit) -> list[int]:
+    """Return the places of the prompts that have rows; the engine may refuse others."""
+    return [place for place, rows in enumerate(commit.prompts.num_rows) if rows]
 
 
 def _against_transformers(
