@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from capture.reference import reference_patterns
 from capture.same_rows import TOLERANCE
 from capture.self_check import MIXED_TOLERANCE
 
@@ -30,14 +28,6 @@ def test_sixteen_bits_have_a_bar_of_their_own(tiny_qwen3_1) -> None:
     assert figures["noise"] <= figures["batched"]
     assert "z is not the rebuilt pattern times v" in message
     assert "layer 1, head" in message
-
-
-def test_a_checkpoint_that_transformers_cannot_show_says_why(tmp_path) -> None:
-    ids = np.arange(4)
-    assert "not a local folder" in reference_patterns("some/hub-name", ids, [0]).why_not
-    assert "0 bytes" in reference_patterns(str(tmp_path), ids, [0]).why_not
-    (tmp_path / "model.safetensors").write_bytes(b"not weights")
-    assert "does not load" in reference_patterns(str(tmp_path), ids, [0]).why_not
 
 
 def test_a_pattern_that_is_not_the_models_stops_the_run(tiny_qwen3_1) -> None:
