@@ -125,6 +125,7 @@ def _print_status(run_url: str, found: Any) -> None:
             ("units", f"{found.units_committed} of {found.units_planned}{quarantined}"),
             ("prompts", f"{found.prompts_stored} of {found.prompts_planned} stored, {missing}"),
             ("bytes", human_bytes(found.bytes)),
+            *(("check", check.sentence()) for check in found.checks[-1:]),
         ]
     )
     if found.bound is not None:

@@ -17,6 +17,7 @@ import numpy as np
 from jobs.bound import Bound, find_bound
 from jobs.prepare import read_manifest
 from jobs.schedule import QUARANTINED
+from store.checks import SelfCheckFigures, read_checks
 from store.commit import read_commit_leniently
 from store.committed_units import CommittedUnits
 from store.errors import RunError, StoreError
@@ -43,6 +44,8 @@ class RunStatus:
     bytes: int
     bound: Bound | None = None
     """What the units committed last waited for; None where their commits do not tell."""
+    checks: tuple[SelfCheckFigures, ...] = ()
+    """What the run's self-checks measured, oldest first."""
 
     @property
     def complete(self) -> bool:
@@ -65,6 +68,7 @@ class RunStatus:
             },
             "bytes": self.bytes,
             **({} if self.bound is None else {"bound": self.bound.as_json()}),
+            **({} if not self.checks else {"checks": [one.figures() for one in self.checks]}),
         }
 
 
@@ -72,7 +76,7 @@ def read_status(objects: ObjectStore) -> RunStatus:
     """Count a run's units, prompts and bytes. Raises `RunNotFound`, and `DamagedObject` for a
     damaged commit.
 
-    Costs the newest snapshot, the commits after it, and 16 commits for their timings.
+    Costs the newest snapshot, the commits after it, 16 commits for their timings, and `checks/`.
     """
     segments = read_segments(objects)
     run_id = read_manifest(objects).run_id
@@ -93,6 +97,7 @@ def read_status(objects: ObjectStore) -> RunStatus:
         prompts_skipped=int(rows["skipped"].sum()),
         bytes=int(rows["bytes"].sum()),
         bound=find_bound(_summed(timings)),
+        checks=_checks(objects, run_id),
     )
 
 
@@ -103,6 +108,14 @@ def _timings(objects: ObjectStore, commit_key: str | None) -> dict[str, float]:
         return read_commit_leniently(objects, commit_key).timings
     except (RunError, StoreError):
         return {}
+
+
+def _checks(objects: ObjectStore, run_id: str) -> tuple[SelfCheckFigures, ...]:
+    """Return the self-checks' figures; they are advisory, and `verify` is who reports damage."""
+    try:
+        return read_checks(objects, run_id)
+    except (RunError, StoreError):
+        return ()
 
 
 def _summed(timings: Iterable[dict[str, float]]) -> dict[str, float]:

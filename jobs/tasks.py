@@ -56,11 +56,14 @@ class TaskReader:
 
     def first_prompts(self, count: int) -> list[np.ndarray]:
         """Return the token ids of the plan's first prompts that can be captured."""
+        found: list[np.ndarray] = []
         for manifest in read_segments(self._objects):
-            if manifest.prompts:
-                tasks = _prompts(self._file(manifest, 0), {}, 0)
-                return [task.token_ids for task in tasks if task.reason is None][:count]
-        return []
+            for place in range(len(manifest.prompts)):
+                tasks = _prompts(self._file(manifest, place), {}, 0)
+                found += [task.token_ids for task in tasks if task.reason is None][:count]
+                if len(found) >= count:
+                    return found[:count]
+        return found
 
     def _file(self, manifest: PlanManifest, place: int) -> pa.Table:
         key = (manifest.segment, place)

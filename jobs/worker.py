@@ -12,20 +12,20 @@ import os
 import threading
 import time
 import traceback
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from capture.settings import UnitResult, UnitStatus
 from jobs.messages import UnitOrder, WorkerFacts, WorkerSpec, WorkReport
 from jobs.tasks import TaskReader
 from store import keys
+from store.checks import SelfCheckFigures, self_check_key
 from store.errors import ObjectExists, RunError, StoreError
 from store.objects.open import open_store
-from store.sealed_json import seal
 
 if TYPE_CHECKING:
     from capture.engine import CaptureEngine
 
-_SELF_CHECK = f"{keys.CHECKS}self-check.json"
 GOODBYE_SECONDS = 5.0
 """How long the last report has to leave the process before it ends."""
 
@@ -125,21 +125,30 @@ class CaptureWorker:
     def _self_check(self, engine: CaptureEngine) -> None:
         """Try the engine on the run's first prompts, unless a worker of this run has done so.
 
-        The figures are kept beside the run. What it raises ends the worker, as a failed start does.
+        A start with other ranks or libraries tries again. The figures are kept beside the run. What
+        it raises ends the worker, as a failed start does.
         """
         from capture.self_check import MAX_PROMPTS, self_check
 
         spec = self._spec
-        if any(info.name == _SELF_CHECK for info in self._objects.list(keys.CHECKS)):
+        ranks, versions = spec.engine.tensor_parallel_size, engine.facts.model.versions
+        name = self_check_key(ranks, versions)
+        if any(info.name == name for info in self._objects.list(keys.CHECKS)):
             return
         started = time.monotonic()
         prompts = self._tasks.first_prompts(MAX_PROMPTS)
         found = self_check(engine, prompts, spec.location, spec.engine.model)
         if found is not None:
-            seconds = round(time.monotonic() - started, 3)
-            body = {"run_id": spec.run_id, **found.to_json(), "seconds": seconds}
+            figures = SelfCheckFigures(
+                run_id=spec.run_id,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                tensor_parallel_size=ranks,
+                versions=versions,
+                seconds=round(time.monotonic() - started, 3),
+                **found.to_json(),
+            )
             with contextlib.suppress(ObjectExists):
-                self._objects.create(_SELF_CHECK, seal(body))
+                self._objects.create(name, figures.to_bytes())
 
 
 def _leave_soon() -> None:

@@ -19,6 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 from store import keys, rebuild, run_card, stored_pattern, weights
 from store.across_prompts import AcrossPrompts
 from store.array_reader import ArrayReader, ReadOptions
+from store.checks import SelfCheckFigures, read_checks
 from store.chunk_cache import CacheStatistics
 from store.errors import FormatError, ObjectNotFound, RunError, RunNotFound
 from store.explain import ReadCost
@@ -126,6 +127,11 @@ class Run(AcrossPrompts):
     def config(self) -> dict[str, Any]:
         """The config that the run was started with."""
         return self._manifest.config
+
+    @property
+    def checks(self) -> tuple[SelfCheckFigures, ...]:
+        """The figures of the run's self-checks, oldest first; reads them each time."""
+        return read_checks(self._objects, self.id)
 
     @property
     def model(self) -> RunModel:

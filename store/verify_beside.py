@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from store import keys
+from store.checks import is_self_check, read_check
 from store.errors import RunError, StoreError
 from store.objects.protocol import ObjectInfo, ObjectStore
 from store.parquet_file import read_parquet
@@ -48,7 +49,10 @@ def check_beside(
             if deep and info.name.endswith(".json"):
                 _count(report, info)
                 try:
-                    unseal(objects.get(info.name, max_bytes=MAX_JSON_BYTES), info.name)
+                    if is_self_check(info.name):
+                        read_check(objects, run_id, info.name)
+                    else:
+                        unseal(objects.get(info.name, max_bytes=MAX_JSON_BYTES), info.name)
                 except (RunError, StoreError) as error:
                     report.add(info.name, error)
 

@@ -17,6 +17,7 @@ from jobs.config import RunConfig
 from jobs.config_file import load_config
 from jobs.kuberay import CONFIG_FOLDER
 from jobs.prepare import create_run
+from store.checks import SelfCheckFigures, self_check_key
 from store.objects.open import open_store
 
 Configs = Callable[..., RunConfig]
@@ -209,6 +210,26 @@ def test_what_is_printed_for_people_has_no_blanks_behind_it(
         assert [line.rstrip() for line in lines] == lines
     assert f"run      {config.output}\n" in status.stdout
     assert "prompts  0 of 8 stored, 0 failed, 0 skipped\n" in status.stdout
+
+
+def test_status_shows_what_the_newest_self_check_measured(
+    make_config: Configs, write_prompts: Prompts
+) -> None:
+    config = make_config(write_prompts(["w1 w2"]))
+    objects = open_store(config.output)
+    run_id = create_run(objects, config).manifest.run_id
+    for day, batched in ((1, 2e-6), (2, 3e-7)):
+        figures = SelfCheckFigures(
+            run_id=run_id, created=f"2026-01-0{day}", tensor_parallel_size=day, prompts=4,
+            tokens=9, batched=batched, batched_at="here", mixed=None, tolerance=1e-3,
+            reference=None, reference_at="not a local folder",
+        )  # fmt: skip
+        objects.create(self_check_key(day, {}), figures.to_bytes())
+    printed = attnstore("status", config.output).stdout
+    assert "check    4 prompts differ by at most: alone or in a batch 3e-07\n" in printed
+    assert "2e-06" not in printed
+    body = json.loads(attnstore("status", config.output, "--json").stdout)
+    assert [one["batched"] for one in body["checks"]] == [2e-6, 3e-7]
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,9 @@ def test_a_run_with_bad_prompts_is_complete_and_running_again_changes_nothing(
     assert status["units"]["planned"] == status["units"]["committed"] > 2
     assert status["prompts"] == {"planned": 44, "stored": 42, "failed": 2, "skipped": 0}
     assert status["bytes"] > 0
+    (check,) = status["checks"]
+    assert (check["prompts"], check["tensor_parallel_size"]) == (4, 1)
+    assert max(check["batched"], check["mixed"], check["reference"]) < 1e-4
     code, text = attnstore("verify", str(output), "--deep", "--json")
     assert (code, json.loads(text)["problems"]) == (0, [])
     code, text = attnstore("ls", str(output), "--failed", "--json")
@@ -71,6 +74,7 @@ def test_a_run_with_bad_prompts_is_complete_and_running_again_changes_nothing(
     assert "too long" in reasons["long"]
 
     run = open_run(str(output))
+    assert [figures.mixed for figures in run.checks] == [check["mixed"]]
     twins = [run.read("z", prompt=name).values for name in ("twin-a", "twin-b")]
     np.testing.assert_allclose(twins[0], twins[1], atol=1e-4)
     assert_stored_patterns(run, "p7", 2**-11)

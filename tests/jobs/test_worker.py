@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from jobs.config import RunConfig
 from jobs.messages import UnitOrder, WorkerSpec
 from jobs.plan import write_plan
 from jobs.schedule import QUARANTINED
+from jobs.tasks import TaskReader
 from jobs.worker import CaptureWorker
+from store.checks import read_checks
 from store.objects.open import open_store
 from tests.jobs.fake_worker import model_manifest
 
@@ -172,3 +175,54 @@ def test_only_a_self_check_that_passed_spares_the_next_worker_its_own(
     assert tried == [4]
     worker._self_check(worker.engine)  # type: ignore[arg-type]
     assert tried == [4]
+    (figures,) = read_checks(objects, RUN_ID)
+    assert (figures.prompts, figures.tokens, figures.tolerance) == (4, 16, 1e-3)
+    assert figures.tensor_parallel_size == 1
+
+
+def test_other_ranks_or_libraries_are_checked_again(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import capture.self_check
+
+    figures = SelfCheck(4, 16, 0.0, "", 0.0, None, "", 1e-3, None, "")
+    monkeypatch.setattr(capture.self_check, "self_check", lambda *_: figures)
+    engine, spec = worker.engine, worker._spec
+    starts = [(1, {"vllm": "1"}), (2, {"vllm": "1"}), (2, {"vllm": "2"}), (1, {"vllm": "1"})]
+    for ranks, versions in starts:
+        settings = replace(spec.engine, tensor_parallel_size=ranks)
+        worker._spec = replace(spec, engine=settings)
+        model = engine.facts.model.model_copy(update={"versions": versions})
+        engine.facts = replace(engine.facts, model=model)
+        worker._self_check(engine)  # type: ignore[arg-type]
+    made = read_checks(open_store(spec.location.url), RUN_ID)
+    assert sorted((one.tensor_parallel_size, one.versions["vllm"]) for one in made) == [
+        (1, "1"),
+        (2, "1"),
+        (2, "2"),
+    ]
+
+
+def test_a_check_of_nothing_is_not_kept(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import capture.self_check
+
+    monkeypatch.setattr(capture.self_check, "self_check", lambda *_: None)
+    worker._self_check(worker.engine)  # type: ignore[arg-type]
+    assert read_checks(open_store(worker._spec.location.url), RUN_ID) == ()
+
+
+def test_prompts_to_check_are_found_behind_files_without_any(
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jobs.plan.PROMPTS_PER_FILE", 2)
+    texts = ["", "", "", "w1 w2", "w3", "w4 w5 w6", ""]
+    config = make_config(write_prompts(texts))
+    objects = open_store(config.output)
+    write_plan(objects, config, run_id=RUN_ID)
+    tasks = TaskReader(objects)
+    assert [len(ids) for ids in tasks.first_prompts(2)] == [2, 1]
+    assert [len(ids) for ids in tasks.first_prompts(9)] == [2, 1, 3]

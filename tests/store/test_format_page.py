@@ -8,17 +8,19 @@ from pathlib import Path
 import pytest
 
 from store import run_format
+from store.checks import SelfCheckFigures
 from store.committed_units import COLUMNS
 from store.generated import GENERATED_FIELDS
 from store.plan import PROMPT_FIELDS, UNIT_FIELDS
 from store.run_format import Outcome, Site
+from store.summaries import SummaryManifest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 MODELS = [
     model
     for model in vars(run_format).values()
     if isinstance(model, type) and issubclass(model, run_format.BaseModel)
-]
+] + [SelfCheckFigures, SummaryManifest]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
