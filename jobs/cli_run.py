@@ -168,6 +168,8 @@ def _print_estimate(found: Any, *, as_json: bool) -> None:
     unusable = f", {found.unusable} of them cannot be captured" if found.unusable else ""
     most = " (the most: a continued prompt may end early)" if found.upper_bound else ""
     short = f"{found.cut_short} prompts have no room for generate.tokens within max_model_len"
+    beyond = found.largest_unit_bytes > found.buffer_bytes
+    alone = f", more than engine.buffer_bytes: {human_bytes(found.buffer_bytes)}" if beyond else ""
     facts = [
         ("prompts", f"{found.prompts}{unusable}"),
         *([("cut short", short)] if found.cut_short else []),
@@ -177,6 +179,7 @@ def _print_estimate(found: Any, *, as_json: bool) -> None:
         ("raw bytes", f"{found.raw_bytes} ({human_bytes(found.raw_bytes)})"),
         ("expected", f"{human_bytes(found.stored_bytes)} with the run's codec"),
         ("objects", str(found.objects)),
+        ("largest unit", f"{human_bytes(found.largest_unit_bytes)} in each rank's buffers{alone}"),
     ]
     if found.hours is not None:
         bound = f", bound by {found.bound_by}" if found.bound_by else ""

@@ -156,6 +156,9 @@ class CaptureConfig(Section):
     unit_tokens: Annotated[int | None, Field(ge=1), FROZEN] = None
     """Units hold about so many tokens: the grain of work, retry and resume. Null: `jobs.unit_size`
     chooses it when the run is created."""
+    unit_bytes: Annotated[int | None, Field(ge=1), FROZEN] = None
+    """Units take at most so many bytes of each rank's buffers. Null: `jobs.unit_size` chooses it
+    with `unit_tokens`, where tokens alone do not tell."""
     probe: Annotated[str | None, Field(pattern=r"^[\w.]+:\w+$"), FROZEN] = None
     """A function of yours, importable on the workers, whose tensors become sites."""
     output_weights: bool = False

@@ -13,7 +13,6 @@ from jobs.config import PatternMode, RunConfig
 from jobs.errors import QuotaExceeded, SourceError
 from jobs.estimate import Estimate, Rates, estimate
 from jobs.model_identity import attention_shape, check_chosen
-from jobs.packing import UnitPacker
 from jobs.plan import make_prompter, read_unit_table, refuse_repeated
 from jobs.prepare import PreparedRun, committed_mask, find_run
 from jobs.prompt_ids import PromptIds
@@ -21,7 +20,7 @@ from jobs.schedule import UnitTable
 from jobs.sources import PromptSource
 from jobs.status import read_status
 from jobs.stored_rows import Counts, StoredRows
-from jobs.unit_size import with_unit_tokens
+from jobs.unit_size import unit_packer, with_unit_size
 from store.byte_count import human_bytes
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
@@ -37,9 +36,7 @@ def preview(config: RunConfig, rates: Rates) -> Estimate:
     found = find_run(objects, config)
     if found is not None:
         return estimate_missing(objects, config, found, rates)
-    unit_tokens = with_unit_tokens(config).capture.unit_tokens
-    assert unit_tokens is not None
-    packer, stored = UnitPacker(unit_tokens), StoredRows(config)
+    packer, stored = unit_packer(with_unit_size(config)), StoredRows(config)
     lengths: list[int] = []
     units: list[int] = []
     entries: list[int] = []

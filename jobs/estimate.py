@@ -61,6 +61,10 @@ class Estimate:
     dollars_per_month: float | None
     cut_short: int = 0
     """Prompts whose generated tokens end at the longest sequence, if not before."""
+    largest_unit_bytes: int = 0
+    """Of the rows and patterns of the largest unit on each rank, while it is in flight."""
+    buffer_bytes: int = 0
+    """What the config gives them."""
 
     @property
     def raw_bytes(self) -> int:
@@ -75,6 +79,7 @@ class Estimate:
             "tokens": self.tokens,
             "rows": self.rows,
             "units": self.units,
+            "largest_unit_bytes": self.largest_unit_bytes,
             "upper_bound": self.upper_bound,
             "raw_bytes_per_site": self.site_bytes,
             "raw_bytes": self.raw_bytes,
@@ -98,12 +103,14 @@ def estimate(
     cut_short: int = 0,
     rates: Rates,
 ) -> Estimate:
-    """Return what units of so many stored rows (generated ones included) will take.
+    """Return what units U of so many stored rows (generated ones included) will take.
 
     `unit_entries` are those of the units' packed patterns, where they are stored (`stored_rows`).
     `tokens` is how many the engines compute for them, where it is not the rows alone.
     """
-    sizes, counts = np.unique(np.fromiter(unit_rows, dtype=np.int64), return_counts=True)
+    rows_U = np.fromiter(unit_rows, dtype=np.int64)
+    entries_U = np.fromiter(unit_entries, dtype=np.int64)
+    sizes, counts = np.unique(rows_U, return_counts=True)
     layers = len(config.capture.layers) if config.capture.layers is not None else shape.layers
     site_bytes = dict.fromkeys(map(str, config.capture.sites), 0)
     objects = 0
@@ -119,8 +126,8 @@ def estimate(
             objects += count * (len(shards) * layers * cut.num_head_shards + 1)
     if config.capture.pattern is PatternMode.STORED:
         site_bytes[Site.PATTERN.value] = 0
-        for entries in unit_entries:
-            cut = _pattern_geometry(config, shape, layers, int(entries))
+        for entries in entries_U.tolist():
+            cut = _pattern_geometry(config, shape, layers, entries)
             shards = [cut.raw_shard_bytes(place) for place in range(cut.num_token_shards)]
             site_bytes[Site.PATTERN.value] += sum(shards) * layers * cut.num_head_shards
             objects += (len(shards) * layers * cut.num_head_shards + 1) if entries else 0
@@ -129,6 +136,9 @@ def estimate(
     stored = int(sum(site_bytes.values()) / EXPECTED_RATIO[config.capture.codec])
     hours, bound = _time(config, total, stored, rates)
     cost = rates.dollars_per_tb_month
+    bytes_U = rows_U * rank_row_bytes(config, shape)
+    if len(entries_U):
+        bytes_U += entries_U * rank_entry_bytes(config, shape)
     return Estimate(
         prompts=prompts,
         unusable=unusable,
@@ -143,6 +153,8 @@ def estimate(
         hours=hours,
         bound_by=bound,
         dollars_per_month=stored / 1e12 * cost if cost is not None else None,
+        largest_unit_bytes=int(bytes_U.max(initial=0)),
+        buffer_bytes=config.engine.buffer_bytes,
     )
 
 
@@ -165,7 +177,7 @@ def rank_row_bytes(config: RunConfig, shape: AttentionShape) -> int:
     """Return the bytes that one row of all sites takes on the rank that holds most of it.
 
     Where patterns are stored, rows of rot_q and rot_k are kept a second time until a prompt is
-    whole; the patterns themselves are not counted, they go by the prompts' lengths.
+    whole; the patterns themselves are `rank_entry_bytes`. A probe's rows are not counted.
     """
     layers = len(config.capture.layers) if config.capture.layers is not None else shape.layers
     kept = (Site.ROT_Q, Site.ROT_K) if config.capture.pattern is PatternMode.STORED else ()
@@ -175,6 +187,15 @@ def rank_row_bytes(config: RunConfig, shape: AttentionShape) -> int:
         * DTYPES[config.model.dtype].itemsize
         for site in (*config.capture.sites, *kept)
     )
+
+
+def rank_entry_bytes(config: RunConfig, shape: AttentionShape) -> int:
+    """Return the bytes that one entry of stored patterns takes on a rank; 0 where none are."""
+    if config.capture.pattern is not PatternMode.STORED:
+        return 0
+    layers = len(config.capture.layers) if config.capture.layers is not None else shape.layers
+    heads = held_heads(config, shape, Site.PATTERN)[1]
+    return layers * heads * DTYPES[config.capture.pattern_dtype].itemsize
 
 
 def held_heads(config: RunConfig, shape: AttentionShape, site: Site) -> tuple[int, int]:

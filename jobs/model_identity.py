@@ -109,6 +109,9 @@ def _text_configs(model: ModelConfig) -> list[dict[str, Any]]:
     return [inner, body] if isinstance(inner, dict) else [body]
 
 
+_KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num")
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """How many attention layers and heads a model's own config promises."""
@@ -132,7 +135,10 @@ def attention_shape(model: ModelConfig) -> AttentionShape:
         raise ConfigError(f"the config of {model.path} does not state its layers and heads")
     width = config.get("hidden_size") or config.get("n_embd") or 0
     head_size = int(config.get("head_dim") or width // heads)
-    kv_heads = config.get("num_key_value_heads") or (1 if config.get("multi_query") else heads)
+    # By vLLM's own rule: Falcon states multi_query in models that do not follow it.
+    one = config.get("multi_query") and not config.get("new_decoder_architecture")
+    stated = (config[name] for name in _KV_HEADS if config.get(name))
+    kv_heads = 1 if one else next(stated, heads)
     return AttentionShape(
         layers=int(layers),
         heads=int(heads),

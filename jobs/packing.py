@@ -1,7 +1,9 @@
-"""Prompts into units: contiguous, of about `unit_tokens` tokens. Pure, and the same every time."""
+"""Prompts into units: contiguous, of about `unit_tokens` tokens, and of no more than so many bytes
+where that is asked for. Pure, and the same every time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_UNIT_PROMPTS = 8192
@@ -21,24 +23,37 @@ class PlannedUnit:
 class UnitPacker:
     """Takes prompts' row counts one after the other and gives units as they fill up.
 
-    A unit never holds more than `unit_tokens` rows, except where a single prompt is longer.
+    A unit never holds more than `unit_tokens` rows and never takes more than `unit_bytes`, except
+    where a single prompt does. `bytes_of` says what a prompt of so many rows takes.
     """
 
-    def __init__(self, unit_tokens: int, first_unit: int = 0, first_prompt: int = 0) -> None:
-        self._unit_tokens = unit_tokens
+    def __init__(
+        self,
+        unit_tokens: int,
+        first_unit: int = 0,
+        first_prompt: int = 0,
+        *,
+        unit_bytes: int | None = None,
+        bytes_of: Callable[[int], int] = lambda _rows: 0,
+    ) -> None:
+        self._unit_tokens, self._unit_bytes = unit_tokens, unit_bytes
+        self._bytes_of = bytes_of
         self._unit = first_unit
         self._first = first_prompt
-        self._prompts = 0
-        self._tokens = 0
+        self._prompts = self._tokens = self._bytes = 0
 
     def add(self, rows: int) -> PlannedUnit | None:
         """Add the next prompt; return the unit before it if that is full now."""
         full = None
-        over = self._tokens + rows > self._unit_tokens and self._tokens > 0
-        if over or self._prompts >= MAX_UNIT_PROMPTS:
+        size = 0 if self._unit_bytes is None else self._bytes_of(rows)
+        over = self._tokens + rows > self._unit_tokens or (
+            self._unit_bytes is not None and self._bytes + size > self._unit_bytes
+        )
+        if (over and self._tokens > 0) or self._prompts >= MAX_UNIT_PROMPTS:
             full = self.close()
         self._prompts += 1
         self._tokens += rows
+        self._bytes += size
         return full
 
     def close(self) -> PlannedUnit | None:
@@ -48,5 +63,5 @@ class UnitPacker:
         unit = PlannedUnit(self._unit, self._first, self._prompts, self._tokens)
         self._unit += 1
         self._first += self._prompts
-        self._prompts = self._tokens = 0
+        self._prompts = self._tokens = self._bytes = 0
         return unit

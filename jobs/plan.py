@@ -17,11 +17,12 @@ import pyarrow as pa
 from jobs import model_identity
 from jobs.config import RunConfig, public_url
 from jobs.errors import InputsChanged, SourceError
-from jobs.packing import PlannedUnit, UnitPacker
+from jobs.packing import PlannedUnit
 from jobs.prompt import Prompt, Prompter, load_tokenizer
 from jobs.prompt_ids import PromptIds
 from jobs.schedule import UnitTable
 from jobs.sources import PromptSource
+from jobs.unit_size import unit_packer
 from store.objects.protocol import ObjectStore
 from store.plan import PROMPT_FIELDS, UNIT_FIELDS, read_prompt_file, read_units
 from store.plan_writer import PROMPTS_PER_FILE, TOKENS_PER_FILE, SegmentWriter
@@ -70,9 +71,7 @@ def write_plan(
     last = before[-1] if before else None
     first_prompt = last.first_prompt + last.num_prompts if last else 0
     first_unit = last.first_unit + last.num_units if last else 0
-    unit_tokens = config.capture.unit_tokens
-    assert unit_tokens is not None, "jobs.unit_size sets it before anything is planned"
-    packer = UnitPacker(unit_tokens, first_unit, first_prompt)
+    packer = unit_packer(config, first_unit, first_prompt)
     writer = SegmentWriter(objects, run_id=run_id, segment=len(before))
     units: list[PlannedUnit] = []
     done = PlanProgress()

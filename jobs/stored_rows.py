@@ -36,8 +36,17 @@ class StoredRows:
     def of_prompts(self, num_tokens: Counts) -> Counts:
         """Return each prompt's rows; 0 tokens stand for a prompt that does not run."""
         lengths, places = np.unique(num_tokens, return_inverse=True)
-        rows = np.array([self._of(int(length)) for length in lengths], dtype=np.int64)
+        rows = np.array([self.of_prompt(int(length)) for length in lengths], dtype=np.int64)
         return rows[places] if len(rows) else rows
+
+    def of_prompt(self, num_tokens: int) -> int:
+        """Return the rows of one prompt of so many tokens; none for one that does not run."""
+        if not num_tokens:
+            return 0
+        if self._generated:
+            # The last sampled token is never fed, so it has no row.
+            num_tokens = min(num_tokens + self._generated, self._longest) - 1
+        return self._positions.of(num_tokens)[1]
 
     def are_cut_short(self, num_tokens: Counts) -> NDArray[np.bool_]:
         """Return which prompts have no room for all generated tokens in the longest sequence."""
@@ -51,14 +60,6 @@ class StoredRows:
             most = most + num_prompts * (self._generated - 1)
         span = self._span()
         return most if span is None else np.minimum(most, num_prompts * span)
-
-    def _of(self, num_tokens: int) -> int:
-        if not num_tokens:
-            return 0
-        if self._generated:
-            # The last sampled token is never fed, so it has no row.
-            num_tokens = min(num_tokens + self._generated, self._longest) - 1
-        return self._positions.of(num_tokens)[1]
 
     def _span(self) -> int | None:
         """The most positions that any prompt can keep; None where that depends on its length."""

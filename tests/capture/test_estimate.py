@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
+from capture.settings import CaptureSettings
 from jobs.config_file import parse_config
 from jobs.estimate import Estimate, Rates, estimate
 from jobs.model_identity import attention_shape
 from jobs.stored_rows import StoredRows
+from jobs.unit_size import prompt_bytes
 from store.packed_pattern import entry_starts
 from tests.capture.live_capture import Captured
+from tests.capture.random_engine import HEADS, KV_HEADS, SIZE, start, task
 
 
 def promised(captured: Captured) -> Estimate:
@@ -75,6 +80,37 @@ def test_bytes_of_every_site_and_objects_are_exact(captured: Captured) -> None:
     found = promised(captured)
     assert not found.upper_bound
     assert (found.site_bytes, found.objects) == stored(captured)
+
+
+def test_a_unit_takes_of_the_buffers_what_the_engine_counts(tmp_path) -> None:
+    """Before it begins a unit: rows, those kept for its patterns, and the patterns."""
+    shape = {
+        "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+        "head_dim": SIZE, "hidden_size": HEADS * SIZE,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    budget = {"host_bytes": 64 << 20, "slot_bytes": 1 << 20, "buffer_bytes": 1}
+    for pattern, heads in ((None, None), ("float16", None), ("uint8", None), ("float32", (3,))):
+        settings = CaptureSettings(pattern=pattern, heads=heads, **budget)
+        engine = start(tmp_path / "run", settings)
+        capture = {"heads": heads, "pattern": "stored" if pattern else "derived"}
+        config = parse_config(
+            {
+                "output": "nowhere",
+                "prompts": {"source": "none"},
+                "model": {"path": str(tmp_path), "dtype": "float32"},
+                "capture": {**capture, "pattern_dtype": pattern or "float16"},
+            }
+        )
+        size = prompt_bytes(config)
+        try:
+            engine.admit(task(0, 0, [5]))
+            engine.admit(task(1, 1, [3, 40, 7]))
+            (waiting,) = engine._waiting
+            assert waiting.bytes == size(3) + size(40) + size(7)
+            assert list(engine._begun_bytes.values()) == [size(5)]
+        finally:
+            engine.shutdown()
 
 
 def test_prompts_that_may_end_early_store_no_more_than_was_said(tiny_generated) -> None:

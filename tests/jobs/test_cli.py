@@ -212,6 +212,25 @@ def test_what_is_printed_for_people_has_no_blanks_behind_it(
     assert "prompts  0 of 8 stored, 0 failed, 0 skipped\n" in status.stdout
 
 
+def test_a_dry_run_says_what_the_largest_unit_takes(
+    config_file: Path, write_prompts: Prompts
+) -> None:
+    source = write_prompts([" ".join(["w1"] * 60)] * 40, "long.jsonl")
+    changes = [
+        f"prompts.source={source}", "capture.pattern=stored", "capture.pattern_dtype=float32",
+        "engine.buffer_bytes=1048576",
+    ]  # fmt: skip
+    arguments = [part for change in changes for part in ("--set", change)]
+    one = 60 * 12 * 8 * 4 + 60 * 61 // 2 * 2 * 4
+    for tokens, prompts, beyond in (("null", 6, False), ("2400", 40, True)):
+        size = ["--set", f"capture.unit_tokens={tokens}"]
+        result = attnstore("run", config_file, "--dry-run", "--json", *arguments, *size)
+        assert json.loads(result.stdout)["largest_unit_bytes"] == prompts * one, result.output
+        result = attnstore("run", config_file, "--dry-run", *arguments, *size)
+        assert "largest unit" in result.stdout
+        assert ("more than engine.buffer_bytes: 1.05 MB" in result.stdout) is beyond
+
+
 def test_status_shows_what_the_newest_self_check_measured(
     make_config: Configs, write_prompts: Prompts
 ) -> None:
