@@ -84,8 +84,9 @@ class AcrossPrompts:
         that are named must be stored; None takes all that are, and `.missing` counts the others.
         """
         order = BatchOrder(size, by, shuffle, buffer_bytes, worker, drop_last)
-        readers = [self._row_reader(site, layers, heads) for site in sites]
-        chosen = self._choose(readers, prompts, pos, buffer_bytes // 8)
+        index = self._index
+        readers = [self._row_reader(index, site, layers, heads) for site in sites]
+        chosen = _choose(index, readers, prompts, pos, buffer_bytes // 8)
         kept = None if dtype is None else np.dtype(dtype)
         return Batches(chosen, readers, order, position=position, dtype=kept)
 
@@ -105,7 +106,8 @@ class AcrossPrompts:
         `per_prompt` gives an Arrow table instead: prompt_id, layer, head, queries, score. Raises
         `ValueError` for an unknown kind.
         """
-        return self._head_scores(scorer(kind), kind, prompts, layers, heads, per_prompt)
+        score = scorer(kind)
+        return self._head_scores(self._index, score, kind, prompts, layers, heads, per_prompt)
 
     def attention_to(
         self,
@@ -121,10 +123,11 @@ class AcrossPrompts:
         `tokens` are token ids, or a regular expression that a token's whole string must match,
         such as `r"\s*[.,;:]"`.
         """
+        index = self._index
         named = None if prompts is None else prompt_list(prompts)
-        ids = self._matching_ids(tokens, named) if isinstance(tokens, str) else tokens
+        ids = _matching_ids(index, tokens, named) if isinstance(tokens, str) else tokens
         score = attention_to_tokens(ids)
-        return self._head_scores(score, "attention_to", named, layers, heads, per_prompt)
+        return self._head_scores(index, score, "attention_to", named, layers, heads, per_prompt)
 
     def moments(
         self,
@@ -136,8 +139,9 @@ class AcrossPrompts:
         pos: Choice = None,
     ) -> xr.Dataset:
         """Return `mean` and `std` of a site over all rows, dims (layer, head|kv_head, d_head)."""
-        reader = self._row_reader(site, layers, heads)
-        chosen = self._choose([reader], prompts, pos, reductions.BLOCK_BYTES)
+        index = self._index
+        reader = self._row_reader(index, site, layers, heads)
+        chosen = _choose(index, [reader], prompts, pos, reductions.BLOCK_BYTES)
         return reductions.moments(chosen, reader)
 
     def top_rows(
@@ -158,8 +162,9 @@ class AcrossPrompts:
         the table's `schema.metadata[b"left_out"]`. Raises `SelectionError` for a direction of
         another shape.
         """
-        reader = self._row_reader(site, layers, heads)
-        chosen = self._choose([reader], prompts, pos, reductions.BLOCK_BYTES)
+        index = self._index
+        reader = self._row_reader(index, site, layers, heads)
+        chosen = _choose(index, [reader], prompts, pos, reductions.BLOCK_BYTES)
         found = top_rows(chosen, reader, k, direction)
         if found.left_out:
             warnings.warn(
@@ -168,11 +173,10 @@ class AcrossPrompts:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        tokens = [self.tokens(row.prompt) for row in found.rows]
-        strings = [t.strings[row.pos] for t, row in zip(tokens, found.rows, strict=True)]
+        strings = [index.tokens(row.prompt)[1][row.pos] for row in found.rows]
         table = pa.table(
             {
-                "prompt_id": pa.array([t.prompt for t in tokens], pa.string()),
+                "prompt_id": pa.array([index.id_of(row.prompt) for row in found.rows], pa.string()),
                 "pos": pa.array([row.pos for row in found.rows], pa.int64()),
                 "token": pa.array(strings, pa.string()),
                 "layer": pa.array([row.layer for row in found.rows], pa.int64()),
@@ -230,15 +234,17 @@ class AcrossPrompts:
         built: dict[str, pa.Table] = {
             name: table for name, table in named.items() if not summaries.is_per_prompt(table)
         }
-        built["prompts"] = summaries.with_summaries(self.prompts, named)
+        index = self._index
+        built["prompts"] = summaries.with_summaries(index.prompts(), named)
         if re.search(r"\btokens\b", query, re.IGNORECASE):
-            built["tokens"] = token_table(self._index)
+            built["tokens"] = token_table(index)
         if re.search(r"\bunits\b", query, re.IGNORECASE):
-            built["units"] = unit_table(self._index)
+            built["units"] = unit_table(index)
         return built
 
     def _head_scores(
         self,
+        index: RunIndex,
         score: Scorer,
         name: str,
         prompts: Iterable[Prompt] | None,
@@ -248,10 +254,11 @@ class AcrossPrompts:
     ) -> xr.DataArray | pa.Table:
         self._resolve("pattern")
         is_rebuilt = {Site.ROT_Q, Site.ROT_K} <= set(self.sites)
-        first = self._block_reader(Site.ROT_Q if is_rebuilt else Site.PATTERN, layers, heads)
-        rot_k = self._block_reader(Site.ROT_K, layers, None) if is_rebuilt else None
+        site = Site.ROT_Q if is_rebuilt else Site.PATTERN
+        first = self._block_reader(index, site, layers, heads)
+        rot_k = self._block_reader(index, Site.ROT_K, layers, None) if is_rebuilt else None
         read_together = [first, rot_k] if rot_k is not None else []
-        chosen = self._choose(read_together, prompts, None, reductions.BLOCK_BYTES)
+        chosen = _choose(index, read_together, prompts, None, reductions.BLOCK_BYTES)
         if not chosen.blocks:
             raise PromptNotStored("no stored prompt matches: there is nothing to score")
         picked_layers, picked_heads = (
@@ -259,7 +266,7 @@ class AcrossPrompts:
         )
 
         def token_ids(row: int) -> NDArray[np.int32]:
-            return self._index.tokens(row)[0]
+            return index.tokens(row)[0]
 
         if rot_k is not None:
             semantics: Mapping[int, LayerSemantics] = self.model.layers
@@ -267,55 +274,61 @@ class AcrossPrompts:
         else:
             stream = reductions.stored_pattern_scores(
                 chosen,
-                lambda row: self._arrays.of(self._index.stored(row), Site.PATTERN),
+                lambda row: self._arrays.of(index.stored(row), Site.PATTERN),
                 layers,
                 heads,
                 token_ids,
                 score,
             )
         if per_prompt:
-            ids = self._index.table()["prompt_id"]
+            ids = index.table()["prompt_id"]
             return reductions.score_table(stream, picked_layers, picked_heads, ids)
         return reductions.mean_head_scores(stream, picked_layers, picked_heads, name)
 
-    def _row_reader(self, site: SiteName, layers: Choice, heads: Choice) -> BlockReader:
+    def _row_reader(
+        self, index: RunIndex, site: SiteName, layers: Choice, heads: Choice
+    ) -> BlockReader:
         named = self._resolve(site)
         if named.site in REBUILT:
             raise SiteNotFound(f"{named.site} is not streamed in batches; stream rot_q and rot_k")
-        return self._block_reader(site, layers, heads)
+        return self._block_reader(index, site, layers, heads)
 
-    def _block_reader(self, site: SiteName, layers: Choice, heads: Choice) -> BlockReader:
+    def _block_reader(
+        self, index: RunIndex, site: SiteName, layers: Choice, heads: Choice
+    ) -> BlockReader:
         named = self._resolve(site)
         chosen = layers if named.layer is None else [named.layer]
-        return BlockReader(self._index, self._arrays, named.site, chosen, heads)
+        return BlockReader(index, self._arrays, named.site, chosen, heads)
 
-    def _choose(
-        self,
-        readers: Sequence[BlockReader],
-        prompts: Iterable[Prompt] | None,
-        pos: Choice,
-        block_bytes: int,
-    ) -> Chosen:
-        """Cut the wanted prompts into blocks within `block_bytes`, at most `BLOCK_ROWS` rows."""
-        named = None if prompts is None else prompt_list(prompts)
-        chosen = choose(self._index, named, pos=pos, block_rows=BLOCK_ROWS)
-        if not chosen.blocks:
-            return chosen
-        row_bytes = sum(reader.row_bytes(chosen.blocks[0]) for reader in readers)
-        fitting = max(1, block_bytes // max(1, row_bytes))
-        if fitting >= BLOCK_ROWS:
-            return chosen
-        return choose(self._index, named, pos=pos, block_rows=fitting)
 
-    def _matching_ids(self, expression: str, prompts: Sequence[Prompt] | None) -> list[int]:
-        wanted = re.compile(expression)
-        rows = range(self._index.num_prompts) if prompts is None else self._index.rows_of(prompts)
-        # A token's string may depend on what stands before it: one match of an id is enough.
-        seen: set[tuple[int, str]] = set()
-        for row in rows:
-            ids, strings = self._index.tokens(int(row))
-            seen.update(zip(ids.tolist(), strings, strict=True))
-        found = {number for number, string in seen if wanted.fullmatch(string)}
-        if not found:
-            raise SiteNotFound(f"no token of these prompts matches {expression!r}")
-        return sorted(found)
+def _choose(
+    index: RunIndex,
+    readers: Sequence[BlockReader],
+    prompts: Iterable[Prompt] | None,
+    pos: Choice,
+    block_bytes: int,
+) -> Chosen:
+    """Cut the wanted prompts into blocks within `block_bytes`, at most `BLOCK_ROWS` rows."""
+    named = None if prompts is None else prompt_list(prompts)
+    chosen = choose(index, named, pos=pos, block_rows=BLOCK_ROWS)
+    if not chosen.blocks:
+        return chosen
+    row_bytes = sum(reader.row_bytes(chosen.blocks[0]) for reader in readers)
+    fitting = max(1, block_bytes // max(1, row_bytes))
+    if fitting >= BLOCK_ROWS:
+        return chosen
+    return choose(index, named, pos=pos, block_rows=fitting)
+
+
+def _matching_ids(index: RunIndex, expression: str, prompts: Sequence[Prompt] | None) -> list[int]:
+    wanted = re.compile(expression)
+    rows = range(index.num_prompts) if prompts is None else index.rows_of(prompts)
+    # A token's string may depend on what stands before it: one match of an id is enough.
+    seen: set[tuple[int, str]] = set()
+    for row in rows:
+        ids, strings = index.tokens(int(row))
+        seen.update(zip(ids.tolist(), strings, strict=True))
+    found = {number for number, string in seen if wanted.fullmatch(string)}
+    if not found:
+        raise SiteNotFound(f"no token of these prompts matches {expression!r}")
+    return sorted(found)

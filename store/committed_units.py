@@ -88,7 +88,8 @@ class CommittedUnits:
     snapshot: str | None = None
     damage: list[str] = field(default_factory=list)
     """Why snapshots were passed over."""
-    read: dict[int, UnitRow] = field(default_factory=dict)
+    read: dict[tuple[int, int], UnitRow] = field(default_factory=dict)
+    """(unit, repair) -> the row of that commit; what is in it stays, so that states may share it"""
     lost: dict[int, int] = field(default_factory=dict)
     """Units that the snapshot names under this repair number, and whose commits are gone."""
 
@@ -107,6 +108,12 @@ class CommittedUnits:
         """Return the numbers of all committed units, ascending."""
         new = np.fromiter(self.newer, np.int64, len(self.newer))
         return np.union1d(self.columns["unit"], new)
+
+    @property
+    def last(self) -> int:
+        """The highest number of a committed unit; -1 if there is none."""
+        in_snapshot = int(self.columns["unit"][-1]) if len(self.columns["unit"]) else -1
+        return max(in_snapshot, *self.newer, -1)
 
     def key(self, unit: int) -> str | None:
         """Return the name of the commit that counts for a unit, or None if it has none."""
@@ -146,14 +153,13 @@ class CommittedUnits:
             require_run(commit, name, run_id)
             return UnitRow.of(commit)
 
-        missing = [unit for unit, repair in self.newer.items() if self._repair_read(unit) != repair]
-        names = [keys.commit_key(unit, self.newer[unit]) for unit in missing]
+        names = [keys.commit_key(*one) for one in self.newer.items() if one not in self.read]
         for row in map_(row_of, names):
-            self.read[row.unit] = row
+            self.read[row.unit, row.repair] = row
 
     def table(self) -> dict[str, NDArray[np.int64]]:
         """Return the rows of all committed units as columns, ascending by unit; `load` first."""
-        rows = [self.read[unit] for unit in sorted(self.newer)]
+        rows = [self.read[one] for one in sorted(self.newer.items())]
         kept = ~np.isin(self.columns["unit"], [row.unit for row in rows])
         merged = {
             name: np.concatenate(
@@ -172,7 +178,7 @@ class CommittedUnits:
             if unit not in self.newer
             for one in exceptions
         ]
-        found += [one for unit in self.newer for one in self.read[unit].exceptions]
+        found += [one for newer in self.newer.items() for one in self.read[newer].exceptions]
         return sorted(found, key=lambda one: one.prompt)
 
     def repair(self, unit: int) -> int:
@@ -189,6 +195,3 @@ class CommittedUnits:
 
     def _is_in_snapshot(self, unit: int) -> bool:
         return self.place(unit) is not None
-
-    def _repair_read(self, unit: int) -> int | None:
-        return self.read[unit].repair if unit in self.read else None

@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from store.codec import DTYPES
+from store.commit_cache import UnitSummary
 from store.errors import DamagedObject, FormatError
 from store.explain import ReadCost
-from store.run_index import Prompt, RunIndex, UnitSummary, prompt_list
+from store.run_index import Prompt, RunIndex, prompt_list
 from store.selection import AxisSelection, Choice, select
 from store.unit_arrays import PromptArray, UnitArrays
 

@@ -7,6 +7,7 @@ numbers, positions and token strings, so that a slice can never be mistaken for 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Required, TypedDict, Unpack
@@ -107,11 +108,11 @@ class Run(AcrossPrompts):
                 ) from error
             self._manifest = RunManifest.from_bytes(data, keys.RUN)
             kept = kept_positions(self._manifest.config)
-            self._index = RunIndex(objects, self._reader, self._manifest.run_id, kept)
-            self._index.look(first, begin)
+            empty = RunIndex(objects, self._reader, self._manifest.run_id, kept)
+            self._index = empty.looked(first, begin)
+        self._refreshing = threading.Lock()
         self._arrays = UnitArrays(self._reader)
         self._model: RunModel | None = None
-        self._prompts: pa.Table | None = None
         self._projections: dict[int, weights.OutputProjection] = {}
 
     @property
@@ -151,8 +152,9 @@ class Run(AcrossPrompts):
         declared = capture.get("sites")
         if declared and not capture.get("probe"):
             return tuple(str(site) for site in declared)
-        for unit in self._index.committed:
-            commit = self._index.commit(unit)
+        index = self._index
+        for unit in index.committed:
+            commit = index.commit(unit)
             if commit is not None and commit.arrays:
                 return tuple(array.site for array in commit.arrays)
         return tuple(str(site) for site in declared or ())
@@ -171,36 +173,28 @@ class Run(AcrossPrompts):
         `status` is stored, failed, skipped or pending. The first access reads the plan and every
         commit; later ones are free until `refresh`.
         """
-        if self._prompts is None:
-            status, reason = self._index.states()
-            table = self._index.table()
-            first = ["prompt_id", "num_tokens", "text"]
-            more = [c for c in table.column_names if c not in (*first, "plan_reason")]
-            chosen = table.select([*first, *more])
-            chosen = chosen.add_column(2, "status", status)
-            self._prompts = chosen.add_column(3, "reason", reason)
-        return self._prompts
+        return self._index.prompts()
 
     def refresh(self) -> Run:
-        """Look again for what was committed since the run was opened; return the run itself."""
-        self._index.refresh()
-        self._prompts = None
+        """Look again for what was committed since the run was opened; return the run itself.
+
+        A call that another thread has begun goes on with what it saw at its begin, and so does a
+        stream of batches.
+        """
+        with self._refreshing:
+            self._index = self._index.refreshed()
         return self
 
     def tokens(self, prompt: Prompt) -> Tokens:
         """Return a planned prompt's token ids and strings. Raises `PromptNotFound`."""
-        place = self._index.locate(prompt)
-        ids, strings = self._index.tokens(place.row)
-        said = self._index.continuation(place.row)
+        index = self._index
+        row = index.locate(prompt).row
+        ids, strings = index.tokens(row)
+        said = index.continuation(row)
         if said is None:
-            return Tokens(self._index.id_of(place.row), ids, tuple(strings))
-        return Tokens(
-            self._index.id_of(place.row),
-            ids,
-            tuple(strings),
-            len(said.token_ids),
-            tuple(said.logprobs),
-        )
+            return Tokens(index.id_of(row), ids, tuple(strings))
+        generated = len(said.token_ids), tuple(said.logprobs)
+        return Tokens(index.id_of(row), ids, tuple(strings), *generated)
 
     def read(
         self,
@@ -223,20 +217,21 @@ class Run(AcrossPrompts):
         `PromptNotStored`, `SelectionError`, and `DamagedObject` where stored bytes are not what
         was written.
         """
-        self._index.begin(prompt)
+        index = self._index
+        index.begin(prompt)
         named = self._resolve(site)
         layer = named.one_layer(layer)
         if named.site in REBUILT:
-            data = self._attention(named, prompt, (layer, head, pos, None), by_place)
+            data = self._attention(named, index, prompt, (layer, head, pos, None), by_place)
             return data if dtype is None else data.astype(dtype)
-        found = self._index.found(prompt)
+        found = index.found(prompt)
         array = self._arrays.of(found, named.site)
         picked = array.select(layer, head, pos, by_place=by_place, named_layer=named.layer)
         values = array.read(*(axis.indices for axis in picked))
-        self._index.check(found)
+        index.check(found)
         if dtype is not None:
             values = values.astype(dtype, copy=False)
-        return label(named.site, values, (*picked, "d_head"), self._token_axis(array))
+        return label(named.site, values, (*picked, "d_head"), _token_axis(index, array))
 
     def isel(self, site: SiteName, **choices: Unpack[ReadChoices]) -> xr.DataArray:
         """Return the same as `read`, with places along each held axis instead of labels."""
@@ -262,13 +257,13 @@ class Run(AcrossPrompts):
         last, and `attrs["nans"]` counts it. Raises as `read` does.
         """
         choices = (layer, head, query, key)
+        index, named = self._index, NamedSite("pattern")
         if topk is None:
-            return self._attention(NamedSite("pattern"), prompt, choices, by_place)
-        arrays, picked = self._attention_parts(
-            NamedSite("pattern"), prompt, choices, by_place=by_place
-        )
+            return self._attention(named, index, prompt, choices, by_place)
+        arrays, picked = self._attention_parts(named, index, prompt, choices, by_place=by_place)
         found = strongest(lambda axes: self._values("pattern", arrays, axes), picked, topk)
-        data = label("pattern", found.values, (*picked[:3], "top"), self._token_axis(arrays[0]))
+        axis = _token_axis(index, arrays[0])
+        data = label("pattern", found.values, (*picked[:3], "top"), axis)
         data.attrs["nans"] = found.nans
         return data.assign_coords(key_pos=(data.dims, found.key_pos.reshape(data.shape)))
 
@@ -283,7 +278,8 @@ class Run(AcrossPrompts):
         by_place: bool = False,
     ) -> xr.DataArray:
         """Return attention scores before the softmax, as `pattern` does; masked ones are -inf."""
-        return self._attention(NamedSite("scores"), prompt, (layer, head, query, key), by_place)
+        choices = (layer, head, query, key)
+        return self._attention(NamedSite("scores"), self._index, prompt, choices, by_place)
 
     def contribution(
         self, prompt: Prompt, layer: int, head: Choice = None, pos: Choice = None
@@ -296,14 +292,16 @@ class Run(AcrossPrompts):
         `FormatError` where it is another run's or model's, besides what `read` raises.
         """
         source = Site.PROJ_IN if Site.PROJ_IN in self.sites else Site.Z
-        array = self._prompt_array(prompt, source)
+        index = self._index
+        array = self._arrays.of(index.stored(prompt), source)
         layers, heads, places = array.select(layer, head, pos, by_place=False)
         if not layers.scalar:
             raise TypeError(f"layer={layer!r}: a contribution is of one layer; give its number")
         w_o_HDM = self._output_projection(int(layers.labels[0])).w_o_HDM
         z_HPD = array.read(layers.indices[:1], heads.indices, places.indices)[0]
         values = weights.contributions(z_HPD, w_o_HDM[heads.labels])
-        data = label("contribution", values, (heads, places, "d_model"), self._token_axis(array))
+        axis = _token_axis(index, array)
+        data = label("contribution", values, (heads, places, "d_model"), axis)
         return data.assign_coords(layer=int(layers.labels[0]))
 
     def output_bias(self, layer: int) -> xr.DataArray:
@@ -336,11 +334,12 @@ class Run(AcrossPrompts):
         A list of prompts is planned as batches read it: neighbours of a unit together. Nothing is
         taken to be cached. For a pattern or scores it is the cost of their rot_q and rot_k.
         """
-        named = self._resolve(site)
+        index, named = self._index, self._resolve(site)
         layer = named.one_layer(layer)
         if named.site in REBUILT:
             prompts = [prompt] if is_one_prompt(prompt) else prompt
-            parts = [self._attention_parts(named, one, (layer, head, pos, None)) for one in prompts]
+            choices = (layer, head, pos, None)
+            parts = [self._attention_parts(named, index, one, choices) for one in prompts]
             return ReadCost.total(
                 stored_pattern.pattern_cost(arrays[0], picked)
                 if len(arrays) == 1
@@ -348,11 +347,11 @@ class Run(AcrossPrompts):
                 for arrays, picked in parts
             )
         if is_one_prompt(prompt):
-            array = self._prompt_array(prompt, named.site)
+            array = self._arrays.of(index.stored(prompt), named.site)
             picked = array.select(layer, head, pos, by_place=False)
             return array.cost(*(axis.indices for axis in picked))
-        reader = BlockReader(self._index, self._arrays, named.site, layer, head)
-        chosen = choose(self._index, prompt, pos=pos, block_rows=1 << 40)
+        reader = BlockReader(index, self._arrays, named.site, layer, head)
+        chosen = choose(index, prompt, pos=pos, block_rows=1 << 40)
         return ReadCost.total(reader.cost(block) for block in chosen.blocks)
 
     def cache(
@@ -388,6 +387,7 @@ class Run(AcrossPrompts):
         return run_card.as_html(self._facts())
 
     def _facts(self) -> run_card.RunFacts:
+        index = self._index
         try:
             model: RunModel | None = self.model
             layers = self.layers
@@ -401,8 +401,8 @@ class Run(AcrossPrompts):
             layers=layers,
             semantics=None if model is None else next(iter(model.layers.values()), None),
             chosen_heads=_chosen_heads(self.config),
-            planned=(self._index.num_units, self._index.num_prompts),
-            rows=self._index.unit_rows(),
+            planned=(index.num_units, index.num_prompts),
+            rows=index.unit_rows(),
         )
 
     def _resolve(self, site: SiteName) -> NamedSite:
@@ -419,23 +419,18 @@ class Run(AcrossPrompts):
             self._projections[layer] = found
         return self._projections[layer]
 
-    def _prompt_array(self, prompt: Prompt, site: str) -> PromptArray:
-        return self._arrays.of(self._index.stored(prompt), site)
-
-    def _token_axis(self, array: PromptArray) -> TokenAxis:
-        _, strings = self._index.tokens(array.row)
-        return TokenAxis(self._index.id_of(array.row), strings)
-
     def _attention(
         self,
         named: NamedSite,
+        index: RunIndex,
         prompt: Prompt,
         choices: tuple[Choice, Choice, Choice, Choice],
         by_place: bool,
     ) -> xr.DataArray:
         kind = self._resolve(named.site).site
-        arrays, picked = self._attention_parts(named, prompt, choices, by_place=by_place)
-        return label(kind, self._values(kind, arrays, picked), picked, self._token_axis(arrays[0]))
+        arrays, picked = self._attention_parts(named, index, prompt, choices, by_place=by_place)
+        axis = _token_axis(index, arrays[0])
+        return label(kind, self._values(kind, arrays, picked), picked, axis)
 
     def _values(
         self, kind: str, arrays: Sequence[PromptArray], picked: Sequence[AxisSelection]
@@ -447,6 +442,7 @@ class Run(AcrossPrompts):
     def _attention_parts(
         self,
         named: NamedSite,
+        index: RunIndex,
         prompt: Prompt,
         choices: tuple[Choice, Choice, Choice, Choice],
         *,
@@ -454,7 +450,7 @@ class Run(AcrossPrompts):
     ) -> tuple[list[PromptArray], tuple[AxisSelection, ...]]:
         """Return the stored pattern's array, or those of rot_q and rot_k, and the picked axes."""
         layer, head, query, key = choices
-        stored = self._index.stored(prompt)
+        stored = index.stored(prompt)
         as_stored = named.site == Site.PATTERN and self._arrays.stores_pattern(stored)
         sites = (Site.PATTERN,) if as_stored else (Site.ROT_Q, Site.ROT_K)
         arrays = [self._arrays.of(stored, site) for site in sites]
@@ -464,6 +460,11 @@ class Run(AcrossPrompts):
             select("key_pos", arrays[-1].positions, key, by_place=by_place),
         )
         return arrays, picked
+
+
+def _token_axis(index: RunIndex, array: PromptArray) -> TokenAxis:
+    _, strings = index.tokens(array.row)
+    return TokenAxis(index.id_of(array.row), strings)
 
 
 def _chosen_heads(config: Mapping[str, Any]) -> list[int] | None:

@@ -2,14 +2,14 @@
 
 Knows the plan's tables and the commits; never knows arrays or chunks. Opening costs the newest
 snapshot and a listing of what came after it; a commit is read when a prompt of its unit is asked
-for. What is committed later is seen after `refresh`.
+for. An index never changes: what is committed later is in the index that `refreshed` returns, so
+whoever holds one sees one state of the run, whatever other threads do.
 """
 
 from __future__ import annotations
 
 import difflib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,11 +23,10 @@ from numpy.typing import NDArray
 
 from store import keys
 from store.ahead import Begin, Begun, asked_at_once
-from store.commit import read_commit, require_run
+from store.commit_cache import CommitCache, RowProblems, UnitSummary, has_generated
 from store.committed_units import CommittedUnits
-from store.errors import DamagedObject, FormatError, PromptNotFound, PromptNotStored, RunError
-from store.generated import GENERATED, Continuation, read_generated
-from store.model_check import model_contradictions, read_model
+from store.errors import FormatError, PromptNotFound, PromptNotStored
+from store.generated import Continuation
 from store.objects.protocol import ObjectStore
 from store.plan import FIRST_MANIFEST, read_segments
 from store.plan_tables import PlanTables, PromptTokens
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 Prompt = str | int
 """A prompt's id, or its row in the prompts table."""
 
-KEPT_COMMITS = 64
 SEARCHED_IDS = 20_000
 PENDING = "pending"
 
@@ -89,17 +87,6 @@ class StoredPrompt:
     positions: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class UnitSummary:
-    """What a commit says of its prompts, without arrays and objects."""
-
-    unit: int
-    first_prompt: int
-    stored: NDArray[np.bool_]
-    num_rows: NDArray[np.int64]
-    first_positions: NDArray[np.int64]
-
-
 def looking(
     objects: ObjectStore, *documents: str
 ) -> AbstractContextManager[tuple[ObjectStore, Begin]]:
@@ -113,49 +100,64 @@ def looking(
 
 
 class RunIndex:
-    """The prompts of one run, by id or by row. Empty until `look` or `refresh`."""
+    """The prompts of one run, by id or by row, as they were when it was looked at."""
 
     def __init__(
-        self, objects: ObjectStore, threads: Threads, run_id: str, kept: slice | None = None
+        self,
+        objects: ObjectStore,
+        threads: Threads,
+        run_id: str,
+        kept: slice | None = None,
+        *,
+        plan: PlanTables | None = None,
+        committed: CommittedUnits | None = None,
+        commits: CommitCache | None = None,
     ) -> None:
-        """`kept`: the positions that the run keeps, as `store.planned_units` tells them."""
+        """`kept`: the positions that the run keeps, as `store.planned_units` tells them.
+
+        Without the others it is empty, and `looked` returns the first that is not.
+        """
         self._objects = objects
-        self._map = threads.map
-        self._begin = threads.begin
+        self._threads = threads
         self._run_id = run_id
         self._kept = kept
-        self._lock = threading.RLock()
-        self._commits: OrderedDict[str, Commit] = OrderedDict()
-        self._summaries: dict[str, UnitSummary] = {}
-        self._problems: dict[str, dict[int, str]] = {}
-        self._said: OrderedDict[tuple[int, str], dict[int, Continuation]] = OrderedDict()
-        self._beginning: dict[str, Begun[Commit]] = {}
-        self._plan = PlanTables(objects, [], self._begin)
-        self._committed = CommittedUnits.none()
-        self._model: ModelManifest | None = None
+        self._plan = plan or PlanTables(objects, [], threads.begin)
+        self._committed = committed or CommittedUnits.none()
+        self._commits = commits or CommitCache(objects, threads.begin, run_id)
+        self._lock = threading.Lock()
+        self._prompts: pa.Table | None = None
 
-    def refresh(self) -> None:
+    def refreshed(self) -> RunIndex:
         """Look again for plan segments and commits that were added since."""
         with looking(self._objects) as (first, begin):
-            self.look(first, begin)
+            return self.looked(first, begin)
 
-    def look(self, first: ObjectStore, begin: Begin) -> None:
+    def looked(self, first: ObjectStore, begin: Begin) -> RunIndex:
         """Look for plan segments and commits through `first`, as `looking` gives it."""
         segments = self._own(read_segments(first))
         committed = find_committed(first, self._run_id, begin)
-        if self._model is None:
-            self._model = _model_if_sound(first, self._run_id)
-        with self._lock:
-            if segments != self._plan.segments:
-                self._plan = PlanTables(self._objects, segments, self._begin)
-            committed.read = self._committed.read
-            self._committed = committed
+        self._commits.look_for_model(first)
+        planned = segments[-1].first_unit + segments[-1].num_units if segments else 0
+        if committed.last >= planned:
+            # A segment may have come, and a unit of it, after segments were listed: look again.
+            segments = self._own(read_segments(self._objects))
+        plan = self._plan
+        if segments != plan.segments:
+            plan = PlanTables(self._objects, segments, self._threads.begin)
+        committed.read = self._committed.read
+        return RunIndex(
+            self._objects,
+            self._threads,
+            self._run_id,
+            self._kept,
+            plan=plan,
+            committed=committed,
+            commits=self._commits,
+        )
 
     def model(self) -> ModelManifest | None:
         """Return what `model.json` says, or None while no engine has started."""
-        if self._model is None:
-            self._model = read_model(self._objects, self._run_id)
-        return self._model
+        return self._commits.model()
 
     @property
     def num_prompts(self) -> int:
@@ -187,22 +189,7 @@ class RunIndex:
         """Return what was generated after a prompt; None where nothing was, or not yet."""
         (unit,), (place,) = self._plan.units_of(np.asarray([row], np.int64))
         commit = self.commit(int(unit))
-        return None if commit is None else self._continuations(commit).get(int(place))
-
-    def _continuations(self, commit: Commit) -> dict[int, Continuation]:
-        """Return what was generated after the prompts of a commit, by their places."""
-        if not any(one.name == GENERATED for one in commit.objects):
-            return {}
-        name = (commit.unit, commit.attempt)
-        with self._lock:
-            said = self._said.get(name)
-        if said is None:
-            said = read_generated(self._objects, commit)
-            with self._lock:
-                self._said[name] = said
-                while len(self._said) > KEPT_COMMITS:
-                    self._said.popitem(last=False)
-        return said
+        return None if commit is None else self._commits.continuations(commit).get(int(place))
 
     def locate(self, prompt: Prompt) -> PromptPlace:
         """Return the place of a prompt given by its id or its row in the prompts table.
@@ -249,7 +236,7 @@ class RunIndex:
             unit = self._committed.unit_of(self._row_of_number(prompt))
         name = None if unit is None else self._committed.key(unit)
         if name is not None:
-            self._beginning[name] = self._begin(partial(read_commit, self._objects, name))
+            self._commits.begin(name)
 
     def stored(self, prompt: Prompt) -> StoredPrompt:
         """Return a prompt's rows.
@@ -298,57 +285,31 @@ class RunIndex:
                 "run `attnstore verify`"
             )
 
-    def row_problems(self, commit: Commit) -> dict[int, str]:
+    def row_problems(self, commit: Commit) -> RowProblems:
         """Return how the rows of a commit's prompts contradict the plan's tokens, by place.
 
         Worked out once for as long as the commit is kept, since streams ask it of every block.
         """
-        name = keys.commit_key(commit.unit, commit.repair)
-        with self._lock:
-            known = self._problems.get(name)
-            if known is not None and self._commits.get(name) is commit:
-                return known
+        return self._commits.problems(commit, partial(self._row_problems, commit))
+
+    def _row_problems(self, commit: Commit) -> RowProblems:
         first, count = commit.first_prompt, len(commit.prompts.outcome)
         planned = self.table()["num_tokens"].slice(first, count).to_pylist()
-        said: dict[int, Continuation] | None = None
-        found: dict[int, str] = {}
+        found: RowProblems = {}
         for place, tokens in enumerate(planned):
             problem = row_contradiction(commit, place, tokens, kept=self._kept)
-            if problem is None and any(one.name == GENERATED for one in commit.objects):
-                said = self._continuations(commit) if said is None else said
+            if problem is None and has_generated(commit):
+                said = self._commits.continuations(commit)
                 generated = len(said[place].token_ids) if place in said else 0
                 problem = row_contradiction(commit, place, tokens, generated, self._kept)
             if problem:
                 found[place] = problem
-        with self._lock:
-            if self._commits.get(name) is commit:
-                self._problems[name] = found
         return found
 
     def commit(self, unit: int) -> Commit | None:
         """Return the commit that counts for a unit, or None while there is none."""
         name = self._committed.key(unit)
-        if name is None:
-            return None
-        with self._lock:
-            kept = self._commits.get(name)
-            if kept is not None:
-                self._commits.move_to_end(name)
-                return kept
-            begun = self._beginning.pop(name, None)
-        commit = read_commit(self._objects, name) if begun is None else begun.result()
-        require_run(commit, name, self._run_id)
-        if (model := self.model()) is None:
-            raise DamagedObject(f"{keys.MODEL} is missing, though {name} is there")
-        for problem in model_contradictions(commit, model):
-            raise FormatError(f"{name}: {problem}; run `attnstore verify`")
-        with self._lock:
-            self._commits[name] = commit
-            self._problems.pop(name, None)
-            self._summaries[name] = _summary(commit)
-            while len(self._commits) > KEPT_COMMITS:
-                self._problems.pop(self._commits.popitem(last=False)[0], None)
-        return commit
+        return None if name is None else self._commits.get(name)
 
     def summaries(self, units: Iterable[int]) -> dict[int, UnitSummary]:
         """Return a summary of each of these units that is committed.
@@ -357,20 +318,20 @@ class RunIndex:
         many as its stored prompts have tokens, those are its rows. Other commits are read, once.
         """
         names = {unit: name for unit in units if (name := self._committed.key(unit)) is not None}
-        missing = [unit for unit, name in names.items() if name not in self._summaries]
+        known = self._commits.summaries
+        missing = [unit for unit, name in names.items() if name not in known]
         told = self._told(missing)
-        self._summaries.update({names[unit]: summary for unit, summary in told.items()})
-        self._map(self.commit, [unit for unit in missing if unit not in told])
-        return {unit: self._summaries[name] for unit, name in names.items()}
+        known.update({names[unit]: summary for unit, summary in told.items()})
+        self._threads.map(self.commit, [unit for unit in missing if unit not in told])
+        return {unit: known[name] for unit, name in names.items()}
 
     def _told(self, units: Sequence[int]) -> dict[int, UnitSummary]:
         """Return the summaries of the units that the snapshot describes well enough."""
         if not units:
             return {}
-        committed = self._loaded()
-        rows = committed.table()
+        rows = self.unit_rows()
         self._check_reach(rows)
-        failed = np.asarray([one.prompt for one in committed.all_exceptions()], np.int64)
+        failed = np.asarray([one.prompt for one in self._committed.all_exceptions()], np.int64)
         lengths = np.asarray(self.table()["num_tokens"].to_numpy(), np.int64)
         found: dict[int, UnitSummary] = {}
         for unit, at in zip(units, np.searchsorted(rows["unit"], units).tolist(), strict=True):
@@ -396,19 +357,33 @@ class RunIndex:
 
         Costs the newest snapshot, read when the run was opened, and the commits after it.
         """
-        committed = self._loaded()
-        return committed.table()
+        self._committed.load(self._objects, self._run_id, self._map_all)
+        return self._committed.table()
 
-    def states(self) -> tuple[pa.Array, pa.Array]:
-        """Return every prompt's status (stored, failed, skipped, pending) and reason, by row."""
-        committed = self._loaded()
-        rows = committed.table()
+    def prompts(self) -> pa.Table:
+        """Return the prompts table with every prompt's status and reason, made once.
+
+        `status` is stored, failed, skipped or pending.
+        """
+        with self._lock:
+            if self._prompts is None:
+                status, reason = self._states()
+                table = self.table()
+                first = ["prompt_id", "num_tokens", "text"]
+                more = [c for c in table.column_names if c not in (*first, "plan_reason")]
+                chosen = table.select([*first, *more]).add_column(2, "status", status)
+                self._prompts = chosen.add_column(3, "reason", reason)
+            return self._prompts
+
+    def _states(self) -> tuple[pa.Array, pa.Array]:
+        """Return every prompt's status and reason, by row."""
+        rows = self.unit_rows()
         self._check_reach(rows)
         status = np.full(self.num_prompts, PENDING, object)
         reason = np.full(self.num_prompts, None, object)
         for first, count in zip(rows["first_prompt"], rows["num_prompts"], strict=True):
             status[first : first + count] = str(Outcome.STORED)
-        for one in committed.all_exceptions():
+        for one in self._committed.all_exceptions():
             status[one.prompt], reason[one.prompt] = str(one.outcome), one.reason
         return pa.array(status, pa.string()), pa.array(reason, pa.string())
 
@@ -429,13 +404,8 @@ class RunIndex:
                 )
         return segments
 
-    def _loaded(self) -> CommittedUnits:
-        with self._lock:
-            self._committed.load(self._objects, self._run_id, self._map_all)
-            return self._committed
-
     def _map_all(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-        return self._map(function, list(items))
+        return self._threads.map(function, list(items))
 
     def _row_of_number(self, prompt: int) -> int:
         total = self.num_prompts
@@ -463,27 +433,9 @@ class RunIndex:
         )
 
 
-def _model_if_sound(objects: ObjectStore, run_id: str) -> ModelManifest | None:
-    """Return the model early; whoever needs it meets the error that this leaves out."""
-    try:
-        return read_model(objects, run_id)
-    except RunError:
-        return None
-
-
 def _positions(commit: Commit, place: int) -> NDArray[np.int64]:
     first = commit.prompts.first_position[place]
     return np.arange(first, first + commit.prompts.num_rows[place], dtype=np.int64)
-
-
-def _summary(commit: Commit) -> UnitSummary:
-    return UnitSummary(
-        unit=commit.unit,
-        first_prompt=commit.first_prompt,
-        stored=np.asarray([one is Outcome.STORED for one in commit.prompts.outcome], bool),
-        num_rows=np.asarray(commit.prompts.num_rows, np.int64),
-        first_positions=np.asarray(commit.prompts.first_position, np.int64),
-    )
 
 
 def _is(outcome: Outcome) -> str:
