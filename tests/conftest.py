@@ -9,7 +9,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
+
+# How long an example takes says how busy the machine is, and nothing of the code.
+hypothesis.settings.register_profile("any-machine", deadline=None)
+hypothesis.settings.load_profile("any-machine")
 
 _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

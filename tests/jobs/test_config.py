@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from capture.settings import CaptureSettings
@@ -128,6 +128,8 @@ def test_yaml_has_no_numbers_in_base_60_or_8(text: str, value: object) -> None:
 
 
 @given(st.text("0123456789_:.eEobx+-", max_size=8))
+@example("-.0")
+@example("+.5e-3")
 def test_what_yaml_is_written_for_a_text_is_read_as_that_text(text: str) -> None:
     assert read_yaml(yaml.safe_dump({"key": text})) == {"key": text}
 
