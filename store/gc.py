@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 
 from store import keys
 from store.commit import committed_units, read_commit
+from store.errors import ObjectNotFound, RunError
 from store.objects.local import LocalStore
 from store.objects.protocol import ObjectStore
-from store.snapshot import snapshot_names
+from store.snapshot import latest_snapshot, snapshot_names
 
 KEPT_SNAPSHOTS = 2
 STALE_SECONDS = 24 * 3600.0
@@ -111,8 +112,20 @@ def _attempts(objects: ObjectStore) -> Iterator[tuple[int, dict[str, tuple[int, 
         yield unit, attempts
 
 
+def _named_by_latest(objects: ObjectStore) -> str | None:
+    """Return the snapshot that readers of a web-served run open; it need not be the newest."""
+    try:
+        return latest_snapshot(objects).name
+    except (RunError, ObjectNotFound):
+        return None
+
+
 def _old_snapshots(objects: ObjectStore) -> Iterator[Garbage]:
-    for name in snapshot_names(objects)[:-KEPT_SNAPSHOTS]:
+    names = snapshot_names(objects)
+    named = _named_by_latest(objects)
+    for name in names[:-KEPT_SNAPSHOTS]:
+        if name == named:
+            continue
         prefix = f"{keys.SNAPSHOTS}{name}/"
         found = list(objects.list(prefix))
         yield Garbage(prefix, len(found), sum(info.bytes for info in found))

@@ -12,6 +12,7 @@ It never knows arrays: reading rows of a unit still takes the unit's own commit.
 
 from __future__ import annotations
 
+import re
 import secrets
 from datetime import UTC, datetime
 from functools import partial
@@ -33,6 +34,7 @@ from store.sealed_json import MAX_JSON_BYTES
 MANIFEST = "manifest.json"
 UNITS_FILE = "units.parquet"
 EXCEPTIONS_FILE = "exceptions.parquet"
+_SEQUENCE_DIGITS = 8
 LATEST = f"{keys.SNAPSHOTS}latest.json"
 
 _FIRST = f"{keys.COMMITS}0"
@@ -100,7 +102,7 @@ def write_snapshot(
     committed = find_committed(objects, run_id)
     committed.load(objects, run_id, map_)
     table = committed.table()
-    name = f"{_next_sequence(objects):08d}-{secrets.token_hex(4)}"
+    name = f"{_next_sequence(objects):0{_SEQUENCE_DIGITS}d}-{secrets.token_hex(4)}"
     prefix = f"{keys.SNAPSHOTS}{name}/"
     exceptions = committed.all_exceptions()
     units_of = np.searchsorted(table["first_prompt"], [e.prompt for e in exceptions], "right") - 1
@@ -130,7 +132,61 @@ def write_snapshot(
     )
     objects.sync(prefix)
     objects.create(prefix + MANIFEST, manifest.to_bytes())
-    objects.put(LATEST, [manifest.to_bytes()])
+    _point_to(objects, manifest)
+    return manifest
+
+
+def _point_to(objects: ObjectStore, manifest: SnapshotManifest) -> None:
+    """Let `LATEST` name this snapshot, or a newer one that is there.
+
+    A writer that was slow may have put its name over a newer one, which then is in the listing that
+    follows the put. Only one that dies in between leaves the older name, until the next snapshot.
+    """
+    newest: SnapshotManifest | None = manifest
+    while newest is not None and not _is_named(objects, newest):
+        objects.put(LATEST, [newest.to_bytes()])
+        newest = _newer(objects, newest)
+
+
+def _is_named(objects: ObjectStore, manifest: SnapshotManifest) -> bool:
+    """Whether `LATEST` names this snapshot of the run, or a newer one."""
+    try:
+        held = latest_snapshot(objects)
+    except (RunError, ObjectNotFound):
+        return False
+    return held.run_id == manifest.run_id and _age(held) >= _age(manifest)
+
+
+def _newer(objects: ObjectStore, manifest: SnapshotManifest) -> SnapshotManifest | None:
+    """Return the newest sound manifest of the run's snapshots, if it is newer than this one."""
+    found = [manifest]
+    for name in snapshot_names(objects):
+        if name[:_SEQUENCE_DIGITS] < manifest.name[:_SEQUENCE_DIGITS]:
+            continue
+        try:
+            found.append(_read_manifest(objects, name))
+        except (RunError, ObjectNotFound):
+            continue
+    newest = max((one for one in found if one.run_id == manifest.run_id), key=_age)
+    return None if newest.name == manifest.name else newest
+
+
+def _age(manifest: SnapshotManifest) -> tuple[str, int, str]:
+    """Order snapshots from old to new: two writers at a time take the same number."""
+    return manifest.name[:_SEQUENCE_DIGITS], manifest.units, manifest.name
+
+
+def latest_snapshot(objects: ObjectStore) -> SnapshotManifest:
+    """Return what `LATEST` holds. Raises `ObjectNotFound` if it is not there."""
+    return SnapshotManifest.from_bytes(objects.get(LATEST, max_bytes=MAX_JSON_BYTES), LATEST)
+
+
+def _read_manifest(objects: ObjectStore, name: str) -> SnapshotManifest:
+    """Return the manifest of the snapshot of this name. Raises `FormatError` if it is another's."""
+    key = f"{keys.SNAPSHOTS}{keys.checked_segment(name)}/{MANIFEST}"
+    manifest = SnapshotManifest.from_bytes(objects.get(key, max_bytes=MAX_JSON_BYTES), key)
+    if manifest.name != name:
+        raise FormatError(f"{key} does not describe the snapshot it is in")
     return manifest
 
 
@@ -159,15 +215,14 @@ def read_snapshot(
     Also where it belongs to another run than `run_id`; None where nothing tells which run it is.
     """
     prefix = f"{keys.SNAPSHOTS}{keys.checked_segment(name)}/"
-    data = objects.get(prefix + MANIFEST, max_bytes=MAX_JSON_BYTES)
-    manifest = SnapshotManifest.from_bytes(data, prefix + MANIFEST)
+    manifest = _read_manifest(objects, name)
     begun = {
         file.name: begin(partial(read_parquet, objects, prefix, file)) for file in manifest.files
     }
     tables = {file: one.result() for file, one in begun.items()}
     if run_id is not None and manifest.run_id != run_id:
         raise FormatError(f"{prefix}{MANIFEST} belongs to run {manifest.run_id}, not {run_id}")
-    if manifest.name != name or set(tables) != {UNITS_FILE, EXCEPTIONS_FILE}:
+    if set(tables) != {UNITS_FILE, EXCEPTIONS_FILE}:
         raise FormatError(f"{prefix}{MANIFEST} does not describe the snapshot it is in")
     columns = _columns(tables[UNITS_FILE], prefix)
     exceptions = _exceptions(tables[EXCEPTIONS_FILE], prefix)
@@ -199,13 +254,13 @@ def _newest(objects: ObjectStore, run_id: str, names: list[str], begin: Begin) -
 
 def _latest(objects: ObjectStore, run_id: str) -> CommittedUnits:
     try:
-        data = objects.get(LATEST, max_bytes=MAX_JSON_BYTES)
+        latest = latest_snapshot(objects)
     except ObjectNotFound:
         raise CannotList(
             f"{objects.url} cannot list commits and has no snapshot; open the run where it is "
             "stored"
         ) from None
-    return read_snapshot(objects, SnapshotManifest.from_bytes(data, LATEST).name, run_id)
+    return read_snapshot(objects, latest.name, run_id)
 
 
 def _repair_exists(objects: ObjectStore, found: CommittedUnits, unit: int, repair: int) -> bool:
@@ -221,7 +276,9 @@ def _repair_exists(objects: ObjectStore, found: CommittedUnits, unit: int, repai
 
 def _next_sequence(objects: ObjectStore) -> int:
     numbers = [
-        int(name.partition("-")[0]) for name in snapshot_names(objects) if name[:8].isdigit()
+        int(name[:_SEQUENCE_DIGITS])
+        for name in snapshot_names(objects)
+        if re.fullmatch(rf"[0-9]{{{_SEQUENCE_DIGITS}}}-.*", name)
     ]
     return max(numbers, default=-1) + 1
 

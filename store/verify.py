@@ -30,7 +30,7 @@ from store.run_format import (
     SnapshotManifest,
 )
 from store.sealed_json import MAX_JSON_BYTES
-from store.snapshot import LATEST, read_snapshot, snapshot_names
+from store.snapshot import LATEST, MANIFEST, read_snapshot, snapshot_names
 from store.verify_beside import check_beside
 from store.verify_object import object_problem, shards_of
 from store.verify_plan import check_plan
@@ -173,6 +173,12 @@ def _check_snapshots(
     latest = _document(objects, LATEST, SnapshotManifest, report, optional=True)
     if latest is not None and run_id is not None and latest.run_id != run_id:
         report.add(LATEST, f"belongs to run {latest.run_id}, not {run_id}")
+    elif latest is not None:
+        # Another may have been written since the listing: so it is looked for by its name.
+        try:
+            objects.size(f"{keys.SNAPSHOTS}{latest.name}/{MANIFEST}")
+        except ObjectNotFound:
+            report.add(LATEST, f"names the snapshot {latest.name}, which is not there")
 
 
 def _check_named(
