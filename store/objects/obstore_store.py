@@ -35,7 +35,7 @@ SCHEMES = frozenset(
     {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "memory"}
 )
 CREDENTIAL_PROVIDERS = {
-    "boto3": ("obstore.auth.boto3", "Boto3CredentialProvider"),
+    "boto3": ("store.objects.boto3_credentials", "Boto3Credentials"),
     "google": ("obstore.auth.google", "GoogleCredentialProvider"),
     "azure": ("obstore.auth.azure", "AzureCredentialProvider"),
 }

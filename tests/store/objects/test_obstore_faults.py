@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -145,6 +146,27 @@ def test_a_profile_gives_credentials_by_name(server, tmp_path, monkeypatch):
     assert server.objects == {"a": b"x"}
     with pytest.raises(StoreError, match="boto3, google, azure"):
         ObstoreStore(server.url, options | {"credential_provider": "other"}).put("a", [b"x"])
+
+
+def test_credentials_are_taken_to_last_no_longer_than_they_do(server, tmp_path, monkeypatch):
+    """A program's keys are asked for again before they end, though it is boto3 that keeps them."""
+    said = tmp_path / "keys.json"
+    (tmp_path / "config").write_text(f"[profile short]\ncredential_process = cat {said}\n")
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "short")
+    options = server.options(credential_provider="boto3")
+    del options["access_key_id"], options["secret_access_key"]
+    objects = ObstoreStore(server.url, options)
+    for number in range(3):
+        ends = datetime.now(UTC) + timedelta(minutes=4)
+        keys = {"AccessKeyId": f"key-{number}", "SecretAccessKey": "secret"}
+        said.write_text(json.dumps({"Version": 1, **keys, "Expiration": ends.isoformat()}))
+        server.accepted_keys = {f"key-{number}"}
+        objects.put(f"o{number}", [b"x"])
+        time.sleep(0.2)  # obstore asks at most ten times a second
+    assert len(server.objects) == 3
 
 
 def test_a_store_travels_to_another_process_by_pickle(server, objects):
