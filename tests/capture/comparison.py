@@ -25,7 +25,7 @@ def stored_sites(run: Any, prompt: str) -> dict[str, np.ndarray]:
 
 def assert_stored_patterns(run: Any, prompt: str, within: float) -> None:
     """Assert that a prompt's stored pattern is what its stored rot_q and rot_k give when read."""
-    arrays, picked = run._attention_parts(NamedSite("pattern"), prompt, (None,) * 4)
+    arrays, picked = run._attention_parts(NamedSite("pattern"), run._index, prompt, (None,) * 4)
     assert [array.site for array in arrays] == ["pattern"]
     stored_LNQK = run.pattern(prompt).values
     stored = run._index.stored(prompt)
