@@ -6,6 +6,7 @@ Set before anything imports torch, Ray or a tokenizer: thread pools of one, no h
 from __future__ import annotations
 
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ _ENVIRONMENT = {
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
-NO_ENGINES = "tests/store/"
-"""The folder of tests that start none; the others take turns, never two engines at once."""
+HEAVY = ("pytest.mark.engine", "pytest.mark.ray")
+"""Files of tests with such marks take turns, never two engines at once; all others run beside."""
 
 ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"
@@ -45,9 +46,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep all that may start an engine or Ray in one of the processes that run side by side."""
     from xdist.scheduler import LoadScopeScheduling
 
+    @cache
+    def lot(file: str) -> str:
+        text = (config.rootpath / file).read_text()
+        return "engines" if any(mark in text for mark in HEAVY) else "the rest"
+
     class TwoLots(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return NO_ENGINES if nodeid.startswith(NO_ENGINES) else "engines"
+            return lot(nodeid.partition("::")[0])
 
     return TwoLots(config, log)
 

@@ -1,15 +1,13 @@
 """Captures on a real engine, in a process of its own, into a run that `open_run` reads.
 
 vLLM wants one engine after another in one process at most, so tests describe what they want
-(`LiveCapture`), `capture_live` runs it to its end in a subprocess, and many tests read the result.
+(`LiveCapture`), `capture_live` runs it to its end in a process of its own, and many tests read the
+result.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -18,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.capture.nursery import run_copy
+
 RUN_ID = "ab" * 8
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Captured:
 def capture_live(
     wanted: Sequence[LiveCapture], seconds: float = 280.0, *, keep_going: bool = False
 ) -> list[Captured]:
-    """Run captures one after another in one new process; raise with its output if it fails.
+    """Run captures one after another in one process; raise with its output if it fails.
 
     `keep_going` leaves the error of a capture in its `Captured` instead.
     """
@@ -85,17 +84,9 @@ def capture_live(
     first.parent.mkdir(parents=True, exist_ok=True)
     spec = first.with_suffix(".spec.json")
     spec.write_text(json.dumps([asdict(item) for item in wanted]))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.capture.live_capture", str(spec)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=seconds,
-        check=False,
-    )
-    if done.returncode:
-        raise AssertionError(f"the capture failed:\n{done.stdout[-4000:]}\n{done.stderr[-8000:]}")
+    code, output = run_copy(spec, seconds)
+    if code:
+        raise AssertionError(f"the capture failed ({code}):\n{output[-12_000:]}")
     captured = [kept_capture(item) for item in wanted]
     for item in captured:
         if item.error is not None and not keep_going:
@@ -280,8 +271,9 @@ class _BitRecorder:
         self.seen.clear()
 
 
-def main() -> None:
-    wanted = [LiveCapture(**item) for item in json.loads(Path(sys.argv[1]).read_text())]
+def capture_all(spec: Path) -> None:
+    """Run the captures that a file lists, one engine after another, in this process."""
+    wanted = [LiveCapture(**item) for item in json.loads(spec.read_text())]
     for number, item in enumerate(wanted):
         if number:
             from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -293,7 +285,3 @@ def main() -> None:
             # Policy: one family's failure is told with its result and does not stop the others.
             told = traceback.format_exc()
             _leave(item, {"results": [], "staged_rows": [], "checks": [], "error": told})
-
-
-if __name__ == "__main__":
-    main()

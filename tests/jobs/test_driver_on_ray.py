@@ -18,6 +18,8 @@ from jobs.status import read_status
 from store.objects.open import open_store
 from tests.jobs.driven import TEXTS, Driven, names, statuses
 
+pytestmark = pytest.mark.ray
+
 
 @pytest.fixture
 def drive(ray_address: str, driven: Driven) -> Driven:
