@@ -6,12 +6,13 @@ Set before anything imports torch, Ray or a tokenizer: thread pools of one, no h
 from __future__ import annotations
 
 import os
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import hypothesis
 import pytest
+
+from tests.lots import ROOT, lot
 
 # How long an example takes says how busy the machine is, and nothing of the code.
 hypothesis.settings.register_profile("any-machine", deadline=None)
@@ -34,22 +35,13 @@ _ENVIRONMENT = {
 for _name, _value in _ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
-HEAVY = ("pytest.mark.engine", "pytest.mark.ray")
-"""Files of tests with such marks take turns, never two engines at once; all others run beside."""
-
-ROOT = Path(__file__).resolve().parent.parent
 MODELS = ROOT / ".cache" / "models"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep all that may start an engine or Ray in one of the processes that run side by side."""
+    """Give each of the processes that run side by side one lot."""
     from xdist.scheduler import LoadScopeScheduling
-
-    @cache
-    def lot(file: str) -> str:
-        text = (config.rootpath / file).read_text()
-        return "engines" if any(mark in text for mark in HEAVY) else "the rest"
 
     class TwoLots(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:

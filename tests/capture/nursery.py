@@ -21,7 +21,8 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.lots import ROOT, assert_may_start_engines
+
 IMPORTED = (
     "nnsight.modeling.vllm",
     "capture.engine",
@@ -35,6 +36,7 @@ _nursery: subprocess.Popen[str] | None = None
 
 def run_copy(spec: Path, seconds: float) -> tuple[int, str]:
     """Run the captures that `spec` lists in a copy of the nursery; return exit code and output."""
+    assert_may_start_engines()
     global _nursery  # noqa: PLW0603 - one a test process, from its first capture to its end
     if _nursery is None or _nursery.poll() is not None:
         _nursery = subprocess.Popen(

@@ -15,7 +15,7 @@ from tests.capture.comparison import (
     mixed_values,
     stored_sites,
 )
-from tests.capture.conftest import SMOLLM2_REFUSED
+from tests.capture.conftest import FIRST_LAYERS, SMOLLM2_REFUSED
 from tests.capture.live_capture import Captured
 
 pytestmark = pytest.mark.engine
@@ -83,7 +83,8 @@ def test_three_ranks_store_the_same_as_one(smollm2_1, smollm2_3) -> None:
         assert split["z"].shape[1] == 9
         assert split["rot_k"].shape[1] == 3
         for site, values in alone.items():
-            assert_close(f"{site} of {prompt}", split[site], values, NOISE)
+            first = values[:FIRST_LAYERS]
+            assert_close(f"{site} of {prompt}", split[site], first, NOISE)
 
 
 def test_z_is_the_pattern_times_v_in_stored_data_alone(smollm2_1, smollm2_3, tiny_qwen3_4) -> None:
@@ -173,7 +174,8 @@ def test_contributions_of_all_heads_sum_to_the_blocks_output(
     ):
         run = captured.run
         reference.layers(captured.wanted.ids(0))
-        for layer, output_TM in enumerate(reference.block_outputs):
+        for layer in run.layers:
+            output_TM = reference.block_outputs[layer]
             by_head = run.contribution("p0", layer)
             np.testing.assert_allclose(
                 by_head.sum("head"), output_TM, atol=1e-3 * np.abs(output_TM).max()

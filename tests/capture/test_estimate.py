@@ -17,6 +17,8 @@ from store.packed_pattern import entry_starts
 from tests.capture.live_capture import Captured
 from tests.capture.random_engine import HEADS, KV_HEADS, SIZE, start, task
 
+pytestmark = pytest.mark.engine
+
 
 def promised(captured: Captured) -> Estimate:
     """The estimate of a capture's own settings and prompts."""

@@ -68,8 +68,15 @@ class FakeEngine:
         self._place = 0
         return [self._commit(task)]
 
+    @property
+    def _over(self) -> bool:
+        """Whether the file that ends slowness and unit errors is there."""
+        gate = self._faults.get("unless_exists")
+        return bool(gate) and Path(gate).exists()
+
     def _run(self, token: int) -> None:
-        time.sleep(self._faults.get("seconds", 0.0))
+        if not self._over:
+            time.sleep(self._faults.get("seconds", 0.0))
         fault = self._faults.get("tokens", {}).get(str(token))
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -85,8 +92,7 @@ class FakeEngine:
 
     def _commit(self, task: UnitTask) -> UnitResult:
         error = self._faults.get("unit_error")
-        gate = self._faults.get("unless_exists")
-        if error and not (gate and Path(gate).exists()):
+        if error and not self._over:
             return UnitResult(task.unit, task.attempt, UnitStatus.FAILED, error=error)
         if task.unit == self._faults.get("lie"):
             return UnitResult(task.unit, task.attempt, UnitStatus.COMMITTED)

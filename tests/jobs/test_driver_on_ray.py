@@ -117,14 +117,15 @@ def two_nodes() -> Iterator[tuple[Any, list[Any]]]:
 
 
 def test_nodes_told_to_leave_are_left_and_a_killed_one_costs_its_units_nothing(
-    driven: Driven, two_nodes: tuple[Any, list[Any]]
+    driven: Driven, two_nodes: tuple[Any, list[Any]], tmp_path: Path
 ) -> None:
     """Two workers on two nodes: one node is told to leave, a third joins, the second is killed."""
     from ray._raylet import GcsClient
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
     cluster, nodes = two_nodes
-    driven.faults(seconds=0.1)
+    struck = tmp_path / "struck"
+    driven.faults(seconds=0.1, unless_exists=str(struck))
     config = driven.config(
         TEXTS * 25, workers={"address": cluster.address, "count": 2, "num_cpus": 1}
     )
@@ -146,6 +147,7 @@ def test_nodes_told_to_leave_are_left_and_a_killed_one_costs_its_units_nothing(
             victim = next(node for node in nodes if node.node_id not in told)
             killed.append(victim.node_id)
             cluster.remove_node(victim, allow_graceful=False)
+            struck.touch()  # The rest goes as fast as it can.
 
     driven.also = strike
     assert driven(config).exit_code is ExitCode.DONE

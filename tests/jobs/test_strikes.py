@@ -29,7 +29,7 @@ def test_killed_and_hung_ranks_and_a_killed_worker_cost_no_prompt(
 ) -> None:
     """Two workers of two ranks. The engine core lives in the worker's process and dies with it."""
     config = engine_config(
-        texts(1500),
+        texts(600),
         engine={"tensor_parallel_size": 2, **SLOW},
         workers={"count": 2, "unit_deadline_seconds": 20},
     )
