@@ -19,7 +19,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "chaos.md"
-FILES = ("test_strikes.py", "test_chaos.py", "test_cluster.py", "test_full_disk.py")
+FILES = (
+    "test_strikes.py", "test_chaos.py", "test_cluster.py", "test_submitted_jobs.py",
+    "test_full_disk.py",
+)  # fmt: skip
 HEAD = """# What runs survive
 
 Written by `make chaos`; do not edit. Each line is one test on the real engine (a tiny model), real

@@ -1,27 +1,24 @@
-"""Several Ray nodes on one machine, submitted jobs, an object store that goes away: all real."""
+"""Several Ray nodes on one machine, an object store that goes away, keys that expire: all real."""
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import signal
 import subprocess
-import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import yaml
 
-from jobs.config_file import load_config
-from jobs.metrics import GAUGES, STAGES
-from jobs.submit import Submitted, submit
+from store.errors import StoreError
+from store.objects.open import open_store
 from tests.jobs.run_process import SLOW, RunProcess, assert_complete, texts
-from tests.store.s3_servers import S3Server, free_ports, seaweedfs
+from tests.store.s3_servers import KEY, SECRET, S3Server, seaweedfs
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1800)]
 
@@ -97,8 +94,6 @@ def test_credentials_are_stored_nowhere(engine_config: Configs) -> None:
         with RunProcess(config) as run:
             assert run.finish() == 0, run.transcript()
             assert secret not in run.transcript()
-        from store.objects.open import open_store
-
         objects = open_store(server.url("secrets"), server.options)
         names = [info.name for info in objects.list("") if info.name.endswith(".json")]
         assert "run.json" in names
@@ -106,69 +101,63 @@ def test_credentials_are_stored_nowhere(engine_config: Configs) -> None:
             assert secret.encode() not in objects.get(name, max_bytes=1 << 24), name
 
 
+class HandedOutKeys:
+    """What a program prints for the AWS SDK: keys that expire before long, others each time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._said = folder / "keys.json"
+        program = folder / "aws-config"
+        program.write_text(f"[profile rotated]\ncredential_process = cat {self._said}\n")
+        self.environment = {"AWS_PROFILE": "rotated", "AWS_CONFIG_FILE": str(program)}
+
+    def hand_out(self, name: str) -> None:
+        until = datetime.now(UTC) + timedelta(minutes=4)
+        body = {
+            "Version": 1, "AccessKeyId": name, "SecretAccessKey": SECRET,
+            "Expiration": until.isoformat(),
+        }  # fmt: skip
+        self._said.with_suffix(".new").write_text(json.dumps(body))
+        self._said.with_suffix(".new").replace(self._said)
+
+
+@pytest.mark.chaos
+@pytest.mark.s3
+def test_credentials_that_expire_in_the_middle_are_renewed(
+    engine_config: Configs, tmp_path: Path
+) -> None:
+    """The keys change twice; each time the server refuses the old ones once the new are there."""
+    with seaweedfs() as server:
+        own = {"access_key_id", "secret_access_key"}
+        options = {name: value for name, value in server.options.items() if name not in own}
+        server.accept("first", not_=KEY)
+        keys = HandedOutKeys(tmp_path)
+        keys.hand_out("first")
+        config = engine_config(
+            TEXTS * 10, engine=SLOW, output=server.url("rotated"),
+            storage_options={**options, "credential_provider": "boto3"},
+        )  # fmt: skip
+        with RunProcess(config, **keys.environment) as run:
+            for number, (old, new) in enumerate([("first", "second"), ("second", "third")], 1):
+                run.wait_for("committed", 3 * number)
+                server.accept(old, new, not_=KEY)
+                keys.hand_out(new)
+                server.accept(new, not_=old)
+                assert run.process.poll() is None, "the run ended before its keys did"
+            assert run.finish() == 0, run.transcript()
+            assert not run.named("unit failed"), run.transcript()
+        for name in ("first", "second"):
+            expired = {**server.options, "access_key_id": name}
+            with pytest.raises(StoreError, match="not allowed"):
+                open_store(server.url("rotated"), expired).put("x", [b"x"])
+        last = {**server.options, "access_key_id": "third"}
+        assert_complete(server.url("rotated"), options=last)
+
+
 def _restart(server: S3Server, pause: float) -> subprocess.Popen[bytes]:
     """Kill the server, leave it dead for a while, and start it again over the same folder."""
-    port = server.endpoint.rsplit(":", 1)[1]
-    process = next(
-        one
-        for one in psutil.process_iter(["cmdline"])
-        if f"-s3.port={port}" in (one.info["cmdline"] or [])
-    )
+    process = server.process()
     command, folder = process.cmdline(), process.cwd()
     os.kill(process.pid, signal.SIGKILL)
     time.sleep(pause)
     log = subprocess.DEVNULL
     return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
-
-
-@pytest.fixture
-def dashboard(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
-    """A cluster of one node that takes jobs: its dashboard's and its metrics' address."""
-    from ray.cluster_utils import Cluster
-
-    # Jobs run `python`, as a cluster's image has it: here that is the tests' own.
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-    port, metrics = free_ports(2)
-    head = {
-        "num_cpus": 2, "include_dashboard": True, "dashboard_port": port,
-        "metrics_export_port": metrics, "_system_config": {"metrics_report_interval_ms": 500},
-    }  # fmt: skip
-    made = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        yield f"http://{made.webui_url}", f"http://{made.head_node.node_ip_address}:{metrics}"
-    finally:
-        made.shutdown()
-
-
-@pytest.mark.chaos
-def test_submitting_twice_finds_the_job_at_work_and_later_resumes_under_a_new_id(
-    dashboard: tuple[str, str], engine_config: Configs, tmp_path: Path
-) -> None:
-    from ray.job_submission import JobStatus, JobSubmissionClient
-
-    address, metrics = dashboard
-    config = load_config(engine_config(TEXTS * 4, capture={"unit_tokens": 128}))
-    first = submit(config, address)
-    assert first.created
-    assert submit(config, address) == Submitted(first.submission_id, created=False)
-    client = JobSubmissionClient(address)
-    exported: set[str] = set()
-
-    def ended(submission_id: str) -> JobStatus:
-        deadline = time.monotonic() + 150
-        while not (status := client.get_job_status(submission_id)).is_terminal():
-            assert time.monotonic() < deadline, client.get_job_logs(submission_id)
-            with urllib.request.urlopen(f"{metrics}/metrics", timeout=10) as answer:
-                exported.update(re.findall(r"ray_attnstore_(\w+)\{", answer.read().decode()))
-            time.sleep(0.5)
-        return status
-
-    logs = client.get_job_logs
-    assert ended(first.submission_id) is JobStatus.SUCCEEDED, logs(first.submission_id)
-    assert_complete(tmp_path / "run")
-    assert {metric.name for metric in (*GAUGES, STAGES)} <= exported
-    second = submit(config, address)
-    assert second.created
-    assert second.submission_id != first.submission_id
-    assert ended(second.submission_id) is JobStatus.SUCCEEDED
-    assert "nothing to do" in logs(second.submission_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +34,38 @@ class S3Server:
     def url(self, folder: str) -> str:
         return f"s3://{self.bucket}/{folder}"
 
+    def process(self) -> Any:
+        """The process of a seaweedfs, as psutil has it."""
+        import psutil
+
+        port = f"-s3.port={self.endpoint.rsplit(':', 1)[1]}"
+        running = psutil.process_iter(["cmdline"])
+        return next(one for one in running if port in (one.info["cmdline"] or []))
+
+    def accept(self, *keys: str, not_: str) -> None:
+        """Let a seaweedfs take these access keys alone from now on, all with the same secret.
+
+        Returns once it takes them all and refuses `not_`.
+        """
+        process = self.process()
+        option = next(one for one in process.cmdline() if one.startswith("-s3.config="))
+        config = Path(option.partition("=")[2])
+        config.write_text(json.dumps({"identities": [_identity(*keys)]}))
+        process.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + START_SECONDS
+        while not all(map(self._takes, keys)) or self._takes(not_):
+            assert time.monotonic() < deadline, f"the server does not go by {config}"
+            time.sleep(0.1)
+
+    def _takes(self, key: str) -> bool:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            _client(self.endpoint, key).head_object(Bucket=self.bucket, Key="ready")
+        except (BotoCoreError, ClientError):
+            return False
+        return True
+
 
 def free_ports(count: int) -> list[int]:
     """Return distinct free ports on loopback."""
@@ -48,13 +81,8 @@ def seaweedfs() -> Iterator[S3Server]:
     """Run a seaweedfs server in a temporary folder; end it and remove the folder afterwards."""
     weed = Path(sys.executable).with_name("weed")
     folder = Path(tempfile.mkdtemp(prefix="attnstore-weed-"))
-    identity = {
-        "name": "tests",
-        "credentials": [{"accessKey": KEY, "secretKey": SECRET}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
     config = folder / "s3.json"
-    config.write_text(json.dumps({"identities": [identity]}))
+    config.write_text(json.dumps({"identities": [_identity(KEY)]}))
     parts = ("master.port", "volume.port", "filer.port", "s3.port")
     names = [*parts, *(f"{part}.grpc" for part in parts)]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
@@ -85,14 +113,27 @@ def moto() -> Iterator[S3Server]:
         _end(process)
 
 
-def _with_bucket(endpoint: str, process: subprocess.Popen[bytes]) -> S3Server:
-    import boto3
-    from botocore.exceptions import BotoCoreError, ClientError
+def _identity(*keys: str) -> dict[str, Any]:
+    return {
+        "name": "tests",
+        "credentials": [{"accessKey": key, "secretKey": SECRET} for key in keys],
+        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+    }
 
-    client = boto3.client(
-        "s3", endpoint_url=endpoint, aws_access_key_id=KEY, aws_secret_access_key=SECRET,
+
+def _client(endpoint: str, key: str) -> Any:
+    import boto3
+
+    return boto3.client(
+        "s3", endpoint_url=endpoint, aws_access_key_id=key, aws_secret_access_key=SECRET,
         region_name="us-east-1",
     )  # fmt: skip
+
+
+def _with_bucket(endpoint: str, process: subprocess.Popen[bytes]) -> S3Server:
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    client = _client(endpoint, KEY)
     bucket = "attnstore-tests"
     deadline = time.monotonic() + START_SECONDS
     while True:
