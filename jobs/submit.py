@@ -47,21 +47,25 @@ def submit(config: RunConfig, address: str, *, arguments: tuple[str, ...] = ()) 
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"no Ray dashboard answers at {address!r}: {error}") from error
     base = submission_base(config.output)
-    known = {job.submission_id: str(job.status.value) for job in client.list_jobs()}
-    live = [name for name in known if name and _is_of(name, base) and known[name] in _LIVE]
-    if live:
-        return Submitted(live[0], created=False)
-    ended = sum(1 for name in known if name and _is_of(name, base))
-    submission_id = f"{base}-{ended + 1}"
+    jobs = _jobs_of(client, base)
+    if live := _live(jobs):
+        return Submitted(live, created=False)
+    submission_id = f"{base}-{len(jobs) + 1}"
     with tempfile.TemporaryDirectory(prefix="attnstore-submit-") as folder:
         staged = stage(config, Path(folder))
         words = ["python", "-m", "jobs.cli", "run", CONFIG_NAME, *arguments]
-        client.submit_job(
-            entrypoint=" ".join(words),
-            submission_id=submission_id,
-            runtime_env={"working_dir": str(staged)},
-            metadata={"attnstore_output": config.output},
-        )
+        try:
+            client.submit_job(
+                entrypoint=" ".join(words),
+                submission_id=submission_id,
+                runtime_env={"working_dir": str(staged)},
+                metadata={"attnstore_output": config.output},
+            )
+        except RuntimeError:
+            # Ray takes an id once: somebody else may have submitted this run in the meantime.
+            if live := _live(_jobs_of(client, base)):
+                return Submitted(live, created=False)
+            raise
     return Submitted(submission_id, created=True)
 
 
@@ -109,5 +113,15 @@ def _body(config: RunConfig) -> dict[str, Any]:
     return body
 
 
-def _is_of(submission_id: str, base: str) -> bool:
-    return re.fullmatch(re.escape(base) + r"-\d+", submission_id) is not None
+def _jobs_of(client: Any, base: str) -> dict[str, str]:
+    """Return the status of every job, ended ones included, of one output by its id."""
+    of_run = re.compile(re.escape(base) + r"-\d+")
+    return {
+        job.submission_id: str(job.status.value)
+        for job in client.list_jobs()
+        if of_run.fullmatch(job.submission_id or "")
+    }
+
+
+def _live(jobs: dict[str, str]) -> str | None:
+    return next((name for name, status in jobs.items() if status in _LIVE), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,7 +12,7 @@ import yaml
 from jobs.config import RunConfig
 from jobs.config_file import load_config
 from jobs.errors import ConfigError
-from jobs.submit import CONFIG_NAME, stage, submission_base
+from jobs.submit import CONFIG_NAME, Submitted, stage, submission_base, submit
 
 Configs = Callable[..., RunConfig]
 
@@ -48,3 +49,32 @@ def test_ids_of_jobs_go_by_the_output() -> None:
     assert submission_base("s3://b/run") == submission_base("s3://b/run")
     assert submission_base("s3://b/run") != submission_base("s3://b/run2")
     assert submission_base("s3://b/run").startswith("attnstore-s3-b-run-")
+
+
+class _RacedClient:
+    """A cluster on which somebody else's submission comes between the look and ours."""
+
+    def __init__(self, *, others: bool) -> None:
+        self._others, self._jobs = others, list[SimpleNamespace]()
+
+    def list_jobs(self) -> list[SimpleNamespace]:
+        return list(self._jobs)
+
+    def submit_job(self, *, submission_id: str, **_: object) -> None:
+        if self._others:
+            running = SimpleNamespace(value="RUNNING")
+            self._jobs.append(SimpleNamespace(submission_id=submission_id, status=running))
+        raise RuntimeError(f"Job with submission_id {submission_id} already exists.")
+
+
+def test_a_job_submitted_at_the_same_moment_by_another_is_found(
+    make_config: Configs, write_prompts: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make_config(write_prompts(["w1"]))
+    client = _RacedClient(others=True)
+    monkeypatch.setattr("ray.job_submission.JobSubmissionClient", lambda _address: client)
+    name = f"{submission_base(config.output)}-1"
+    assert submit(config, "http://dashboard") == Submitted(name, created=False)
+    client = _RacedClient(others=False)
+    with pytest.raises(RuntimeError, match="already exists"):
+        submit(config, "http://dashboard")

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,10 @@ def test_a_job_that_is_killed_and_one_that_is_stopped_are_gone_on_with_by_submit
         _wait(lambda: client.get_job_status(job.submission_id).is_terminal(), client, job)
         return before
 
-    first = submit(config, address)
+    with ThreadPoolExecutor(4) as pool:
+        at_once = list(pool.map(lambda _: submit(config, address), range(4)))
+    assert sorted(one.created for one in at_once) == [False, False, False, True]
+    (first,) = {one.submission_id: one for one in at_once}.values()
     kept = struck(first, 1, _kill_driver)
     assert client.get_job_status(first.submission_id) is JobStatus.FAILED
 
