@@ -56,8 +56,8 @@ test: lint model ## lint, then every test that this machine can run in minutes
 chaos: install ## strike at real runs in every way there is and write docs/chaos.md
 	$(BIN)/python -m tests.jobs.chaos_report $(PYTEST_ARGS)
 
-soak: install ## race and kill writers for ten minutes on each back end
-	ATTNSTORE_SOAK_SECONDS=600 $(BIN)/python -m pytest tests/store/test_soak.py $(PYTEST_ARGS)
+soak: install ## race and kill writers for ten minutes on each back end and write docs/soak.md
+	$(BIN)/python -m tests.store.soak_report $(PYTEST_ARGS)
 
 models: install ## put every family of models through its checks and write docs/models.md
 	$(BIN)/python -m tests.capture.models_report
