@@ -8,6 +8,11 @@ compares, as `store.commit` does.
 Objects above `MULTIPART_BYTES` go up in parts, so that a slow link never has to move a whole shard
 within one request's time-out. Clients are made on first use in the process that uses them: they do
 not survive a fork.
+
+Reads follow redirects, writes do not, and obstore has no option that would change it. So a plain
+HTTP endpoint may lead to a TLS one: the machine's certificates are loaded for every client (4 ms at
+its first use), and no TLS connection is ever made that they, or `client_options`, do not vouch for.
+From HTTPS no redirect leads to plain HTTP.
 """
 
 from __future__ import annotations
@@ -47,7 +52,6 @@ MAX_WHOLE_BYTES = 256 << 20
 REQUEST_SECONDS = 120.0
 CONNECT_SECONDS = 10.0
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-_PROXY_VARIABLES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 _QUERY = re.compile(r"\?[^\s\"'),]*")
 
 _memory: dict[str, obstores.MemoryStore] = {}
@@ -308,9 +312,6 @@ class ObstoreStore:
             plain = str(endpoint or "").startswith("http://")
             if plain:
                 client_options.setdefault("allow_http", True)
-                if provider is None and _never_meets_tls(options, client_options):
-                    # There is no certificate to check, and loading those to check it by takes 4 ms.
-                    client_options.setdefault("allow_invalid_certificates", True)
             # TLS guards the payload on its way already; hashing it costs two thirds of the CPU.
             options.setdefault("unsigned_payload", not plain)
         if options:
@@ -322,16 +323,6 @@ class ObstoreStore:
             raise StoreError(
                 f"{self.url}: {_summary(error)}; check the URL and the storage options"
             ) from None
-
-
-def _never_meets_tls(options: Mapping[str, Any], client_options: Mapping[str, Any]) -> bool:
-    """Whether a client of a plain-HTTP endpoint has its keys already and goes through no proxy."""
-    has_keys = {"access_key_id", "secret_access_key"} <= options.keys()
-    return (
-        has_keys
-        and not any(os.environ.get(name) for name in _PROXY_VARIABLES)
-        and not any(name.startswith("proxy_") for name in client_options)
-    )
 
 
 def _credential_provider(provider: Any) -> Any:

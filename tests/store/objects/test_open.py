@@ -85,29 +85,6 @@ def asked_of_obstore(options, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("options", "environment", "checks"),
-    [
-        ({"endpoint": PLAIN, **KEYS}, {}, False),
-        ({"endpoint": TLS, **KEYS}, {}, True),
-        ({"endpoint": PLAIN, "region": "us-east-1"}, {}, True),
-        ({"endpoint": PLAIN, **KEYS, "credential_provider": lambda: None}, {}, True),
-        ({"endpoint": PLAIN, **KEYS}, {"HTTP_PROXY": "https://proxy"}, True),
-        ({"endpoint": PLAIN, **KEYS, "client_options": {"proxy_url": "https://p"}}, {}, True),
-        (KEYS, {}, True),
-    ],
-)
-def test_certificates_are_left_out_only_where_none_is_ever_met(
-    options, environment, checks, monkeypatch
-):
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    made = asked_of_obstore(options, monkeypatch)
-    assert ("allow_invalid_certificates" not in made["client_options"]) == checks
-
-
-@pytest.mark.parametrize(
     ("options", "unsigned"),
     [
         (KEYS, True),
