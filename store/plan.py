@@ -138,6 +138,8 @@ def join_tables(tables: Sequence[pa.Table]) -> pa.Table:
 
     Text where there is no other: metadata come as each file's own values allow.
     """
+    if len(tables) == 1:
+        return tables[0]
     for name in dict.fromkeys(name for table in tables for name in table.column_names):
         if len({t.schema.field(name).type for t in tables if name in t.column_names}) > 1:
             tables = _of_one_type(tables, name)

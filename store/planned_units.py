@@ -131,13 +131,14 @@ def row_contradiction(
     if prompts.outcome[place] is not Outcome.STORED:
         return None
     first, rows = prompts.first_position[place], prompts.num_rows[place]
-    may_be_longer = generated is None and any(one.name == GENERATED for one in commit.objects)
     due = num_tokens + max(0, (generated or 0) - 1)
     if kept is None:
         kept = slice(first, first + rows) if first else slice(None)
     start, stop, _ = kept.indices(num_tokens)
     end = first + rows
-    goes_on = stop == num_tokens < end and (may_be_longer or end <= due)
+    goes_on = stop == num_tokens < end and (
+        end <= due or (generated is None and any(one.name == GENERATED for one in commit.objects))
+    )
     if first != start or (end != stop and not goes_on):
         more = f" and {generated} generated ones" if generated else ""
         return (

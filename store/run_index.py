@@ -293,12 +293,13 @@ class RunIndex:
         return self._commits.problems(commit, partial(self._row_problems, commit))
 
     def _row_problems(self, commit: Commit) -> RowProblems:
+        may_be_longer = has_generated(commit)
         first, count = commit.first_prompt, len(commit.prompts.outcome)
         planned = self.table()["num_tokens"].slice(first, count).to_pylist()
         found: RowProblems = {}
         for place, tokens in enumerate(planned):
             problem = row_contradiction(commit, place, tokens, kept=self._kept)
-            if problem is None and has_generated(commit):
+            if problem is None and may_be_longer:
                 said = self._commits.continuations(commit)
                 generated = len(said[place].token_ids) if place in said else 0
                 problem = row_contradiction(commit, place, tokens, generated, self._kept)
