@@ -43,8 +43,10 @@ UNNOTICED = "NO"
 FAST_TESTS = {
     "capture/attention_layers.py": "tests/capture/test_attention_layers.py",
     "capture/heads.py": "tests/capture/test_heads.py",
+    "capture/pattern_rows.py": "tests/capture/test_pattern_rows.py",
     "capture/shard_loop.py": "tests/capture/test_assembly.py",
     "store/attention.py": "tests/store/test_attention.py",
+    "store/run.py": "tests/store/test_weights.py",
 }
 """Source -> the test of it that needs no engine."""
 
@@ -148,6 +150,72 @@ MUTATIONS = (
         "first, shard, writes = rank * local, ranks - 1 - rank, True",
         "qwen3",
         ranks=2,
+    ),
+    Mutation(
+        "ranks' ALiBi slopes exchanged",
+        _LAYERS,
+        "[v.alibi_slopes for v in views]",
+        "[v.alibi_slopes for v in views[::-1]]",
+        "bloom",
+        ranks=2,
+    ),
+    Mutation(
+        "ranks' sinks exchanged",
+        _LAYERS,
+        "[v.sinks for v in views]",
+        "[v.sinks for v in views[::-1]]",
+        "gpt_oss",
+        ranks=2,
+    ),
+    Mutation(
+        "ranks' parts of W_O exchanged",
+        "capture/engine.py",
+        "[weight for weight, _ in parts]",
+        "[weight for weight, _ in parts[::-1]]",
+        "qwen3",
+        ranks=2,
+    ),
+    Mutation(
+        "W_O of the next head",
+        "store/run.py",
+        "w_o_HDM[heads.labels])",
+        "w_o_HDM[heads.labels - 1])",
+        "mistral",
+    ),
+    Mutation(
+        "no bias of W_O",
+        "store/run.py",
+        "bias_M = projection.bias_M",
+        "bias_M = None",
+        "gpt_neox",
+    ),
+    Mutation(
+        "contributions of a gated model that leave out the gate",
+        "store/run.py",
+        "Site.PROJ_IN if Site.PROJ_IN in self.sites else Site.Z",
+        "Site.Z",
+        "afmoe",
+    ),
+    Mutation(
+        "stored patterns of the next head",
+        "capture/pattern_rows.py",
+        "= pattern(semantics, queries, given)",
+        "= np.roll(pattern(semantics, queries, given), 1, axis=0)",
+        "gemma2",
+    ),
+    Mutation(
+        "q and k exchanged",
+        "capture/step_block.py",
+        "((reads.rot_q, query), (reads.rot_k, key),",
+        "((reads.rot_q, key), (reads.rot_k, query),",
+        "gpt_neox",
+    ),
+    Mutation(
+        "every step's rows taken for a prompt's first",
+        "capture/adapters/vllm_runner.py",
+        "int(state.num_computed_tokens)",
+        "0 * int(state.num_computed_tokens)",
+        "mistral",
     ),
     Mutation(
         "rows of a prompt one place late",

@@ -191,7 +191,7 @@ def _probed(
     folder: Path, model: Path, units: list[list[list[int]]], ranks: int, name: str
 ) -> LiveCapture:
     engine = {**SMALL_STEPS, "tensor_parallel_size": ranks}
-    sites = ["z"] if name == "norms" else ["pre_q", "z", "proj_in"]
+    sites = ["rot_q", "rot_k", "z"] if name == "norms" else ["pre_q", "z", "proj_in"]
     probe = {"sites": sites, "probe": f"tests.capture.sample_probe:{name}"}
     return LiveCapture(str(folder), str(model), units, engine, probe)
 

@@ -6,7 +6,7 @@ Everything from the staged tensors to the commit is real; only requests and forw
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,11 +29,18 @@ VOCABULARY = 100
 class RandomEngine:
     """Stands in for `StepEngine`: computes waiting prompts whole, as many as fit a step."""
 
-    def __init__(self, settings: CaptureSettings, num_layers: int, step_rows: int) -> None:
+    def __init__(
+        self,
+        settings: CaptureSettings,
+        num_layers: int,
+        step_rows: int,
+        more_layers: Sequence[LocalLayer] = (),
+    ) -> None:
         layers = [
             LocalLayer(n, f"l{n}", HEADS, KV_HEADS, SIZE, SIZE, 0.25, None, None, None, None)
             for n in range(num_layers)
         ]
+        layers += more_layers
         self.rank = RankCapture(
             settings=settings,
             layers=layers,

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from examples.probes import last_row_entropy, output_norms
+
 
 def norms(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
-    """Each head's output norm, and z with its layer's number added, in another type."""
+    """What the examples give, and z with its layer's number added, in another type."""
     assert sum(span.num_rows for span in spans) == z.shape[0]
-    return {"z_norm": z.float().norm(dim=-1), "z_plus_layer": (z + layer).half()}
+    return {
+        **output_norms(layer, q, k, v, z, spans),
+        **last_row_entropy(layer, q, k, v, z, spans),
+        "z_plus_layer": (z + layer).half(),
+    }
 
 
 def fails(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:

@@ -17,7 +17,9 @@ from capture.attention_layers import (
     local_semantics,
     merge_semantics,
 )
-from capture.errors import UnsupportedModel
+from capture.errors import CaptureError, UnsupportedModel
+from capture.settings import CaptureSettings
+from tests.capture.random_engine import RandomEngine
 
 FIELDS = {
     "attn_type": "decoder",
@@ -132,3 +134,18 @@ def test_ranks_views_are_joined_in_their_order() -> None:
 def test_ranks_that_disagree_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="ranks disagree about layer 0"):
         merge_semantics([[only()], [only(sliding_window=12)]], 8, 4)
+
+
+def test_layers_of_several_shapes_are_captured_by_choice_alone(tmp_path) -> None:
+    """What a unit's arrays hold is cut alike for all layers."""
+    other = [LocalLayer(2, "l2", 4, 2, 32, 16, 0.25, None, None, None, None)]
+    budget = {"host_bytes": 64 << 20, "slot_bytes": 1 << 20}
+    with pytest.raises(CaptureError, match=r"layer 2 has other heads than layer 0 .*layers of one"):
+        RandomEngine(CaptureSettings(**budget), 2, 16, more_layers=other)
+    for layers in ((0, 1), (2,)):
+        settings = CaptureSettings(layers=layers, **budget)
+        rank = RandomEngine(settings, 2, 16, more_layers=other).rank
+        assert tuple(layer.layer for layer in rank.taken) == layers
+        rank.close()
+    with pytest.raises(CaptureError, match=r"no attention layer \[7\]; it has \[0, 1, 2\]"):
+        RandomEngine(CaptureSettings(layers=(0, 7), **budget), 2, 16, more_layers=other)

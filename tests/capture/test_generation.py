@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from vllm import SamplingParams
 
+from capture.adapters.vllm_engine import _sampling
+from capture.settings import Generation
 from store.verify import verify_run
 from tests.capture.comparison import (
     assert_close,
@@ -97,6 +100,17 @@ def test_what_was_said_is_committed_and_verified(tiny_generated) -> None:
     positions = captured.run.read("z", prompt="p0")["pos"].values
     assert positions.tolist() == list(range(len(positions)))
     assert len(captured.run.read("z", prompt="p0")["token"].values) == len(positions)
+
+
+def test_every_sampling_setting_reaches_vllm() -> None:
+    chosen = Generation(max_tokens=9, temperature=0.7, top_p=0.9, top_k=5, seed=3, ignore_eos=True)
+    one, other = (_sampling(chosen, number) for number in (4, 5))
+    assert one.pop("seed") != other.pop("seed") >= 0
+    params = SamplingParams(**one)
+    for name in ("max_tokens", "temperature", "top_p", "top_k", "ignore_eos"):
+        assert getattr(params, name) == getattr(chosen, name), name
+    assert one == other
+    assert SamplingParams(**_sampling(None, 4)).max_tokens == 1
 
 
 @pytest.mark.parametrize("name", ["long", "two ranks"])

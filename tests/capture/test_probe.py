@@ -27,7 +27,8 @@ def test_what_a_probe_returns_is_read_like_any_site(ranks: int, request) -> None
     captured: Captured = request.getfixturevalue(f"tiny_probed_{ranks}")
     assert {result["error"] for result in captured.results} == {None}
     run = captured.run
-    assert set(run.sites) == {"z", "z_norm", "z_plus_layer"}
+    probed = {"z_norm", "z_plus_layer", "last_row_entropy"}
+    assert set(run.sites) == {"rot_q", "rot_k", "z", *probed}
     for prompt in run.prompts["prompt_id"].to_pylist():
         z = run.read("z", prompt=prompt)
         norm, plus = run.read("z_norm", prompt=prompt), run.read("z_plus_layer", prompt=prompt)
@@ -38,6 +39,26 @@ def test_what_a_probe_returns_is_read_like_any_site(ranks: int, request) -> None
         np.testing.assert_allclose(norm.values, want, rtol=1e-5)
         added = z.values + np.asarray(run.layers)[:, None, None, None]
         np.testing.assert_allclose(plus.values, added, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_entropy_of_the_example_is_that_of_the_pattern(ranks: int, request) -> None:
+    run = request.getfixturevalue(f"tiny_probed_{ranks}").run
+    seen: dict[str, list[int]] = {}
+    for prompt in run.prompts["prompt_id"].to_pylist():
+        entropy_LNQ = run.read("last_row_entropy", prompt=prompt).values[..., 0]
+        pattern_LNQK = run.pattern(prompt).values.astype(np.float64)
+        logs = np.log(pattern_LNQK, where=pattern_LNQK > 0, out=np.zeros_like(pattern_LNQK))
+        want_LNQ = -(pattern_LNQK * logs).sum(-1)
+        there_LNQ = ~np.isnan(entropy_LNQ)
+        assert (there_LNQ == there_LNQ[:1, :1]).all(), "rows of every layer and head alike"
+        seen[prompt] = np.flatnonzero(there_LNQ[0, 0]).tolist()
+        np.testing.assert_allclose(entropy_LNQ[there_LNQ], want_LNQ[there_LNQ], atol=1e-4)
+        assert len(seen[prompt]) == 1
+    # The first prompts fit the first step whole; of the third its first step's last row is known.
+    assert [seen["p0"], seen["p1"]] == [[32], [0]]
+    assert seen["p2"] != [199]
 
 
 @pytest.mark.engine
@@ -59,7 +80,7 @@ def test_a_probe_that_changes_its_answer_is_an_error() -> None:
     probe = make("norms")
     rows = [torch.zeros(5, heads, 8) for heads in (4, 2, 2, 4)]
     spans = [Span(None, 0, 0, 5)]
-    assert [tuple(x.shape) for x in probe(0, rows, spans)] == [(5, 4, 1), (5, 4, 8)]
+    assert [tuple(x.shape) for x in probe(0, rows, spans)] == [(5, 4, 1), (5, 4, 1), (5, 4, 8)]
     probe._function = sample_probe.fails
     with pytest.raises(ProbeError, match="z_norm at layer 0"):
         probe(0, rows, spans)

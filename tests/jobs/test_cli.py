@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -97,8 +98,6 @@ def test_a_resume_with_another_frozen_setting_names_field_and_both_values(
 def test_a_model_exchanged_under_the_same_path_is_refused(
     make_config: Configs, write_prompts: Prompts, word_model: Path, tmp_path: Path
 ) -> None:
-    import shutil
-
     from jobs.prepare import find_run
     from store.errors import FrozenFieldChanged
 
@@ -210,6 +209,37 @@ def test_what_is_printed_for_people_has_no_blanks_behind_it(
         assert [line.rstrip() for line in lines] == lines
     assert f"run      {config.output}\n" in status.stdout
     assert "prompts  0 of 8 stored, 0 failed, 0 skipped\n" in status.stdout
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ({"kv_lora_rank": 512}, {}, "multi-head latent attention (kv_lora_rank 512)"),
+        ({"model_type": "mamba"}, {}, "linear or state-space layers"),
+        ({"layer_types": ["mamba", "attention"]}, {}, "attention is only in layers [1]"),
+        ({"model_type": "bert"}, {}, "encoder-only"),
+        ({"is_encoder_decoder": True}, {}, "cross-attention"),
+        ({}, {"enable_prefix_caching": True}, "engine.options.enable_prefix_caching is True"),
+    ],
+)
+def test_what_cannot_be_captured_is_refused_before_anything_is_written(
+    make_config: Configs, write_prompts: Prompts, word_model: Path, tmp_path: Path,
+    model: dict, options: dict, message: str,
+) -> None:  # fmt: skip
+    folder = tmp_path / "model"
+    shutil.copytree(word_model, folder)
+    body = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**body, **model}))
+    config = make_config(
+        write_prompts(["w1"]), model={"path": str(folder)}, engine={"options": options}
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_defaults=True)))
+    for more in ([], ["--dry-run"]):
+        result = attnstore("run", path, *more)
+        assert result.exit_code == 2, result.output
+        assert message in " ".join(result.stderr.split())
+    assert not (tmp_path / "run" / "run.json").exists()
 
 
 def test_a_dry_run_says_what_the_largest_unit_takes(

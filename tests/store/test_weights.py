@@ -131,6 +131,17 @@ def test_contributions_sum_to_the_attention_output(tmp_path) -> None:
         run.output_bias(99)
 
 
+def test_contributions_are_of_what_goes_into_w_o_where_that_is_not_z(tmp_path) -> None:
+    objects, sites = LocalStore(tmp_path), ("z", "proj_in")
+    (unit,) = write_run(objects, SampleShape(sites=sites), [[5]])
+    w_o = projection()
+    write_output_projection(objects, w_o, RUN_ID)
+    got = open_run(str(tmp_path)).contribution("p0", layer=1, head=2)
+    gated, z = (unit.arrays[site][1, :, 2] @ w_o.w_o_HDM[2] for site in ("proj_in", "z"))
+    np.testing.assert_allclose(got.values, gated, atol=1e-4)
+    assert np.abs(gated - z).max() > 1
+
+
 def test_a_runs_bias_is_that_of_the_layer(tmp_path) -> None:
     objects = LocalStore(tmp_path)
     write_run(objects, SampleShape(), [[5]])
