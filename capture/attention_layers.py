@@ -78,6 +78,7 @@ def _describe(layer: int, path: str, module: Any) -> LocalLayer:
             f"{path} uses the keys and values of {module.kv_sharing_target_layer_name}; "
             "shared K/V layers are not supported yet"
         )
+    _refuse_other_arithmetic(path, module)
     impl = module.impl
     softcap = _first(impl, "logits_soft_cap", "logit_cap")
     slopes = getattr(impl, "alibi_slopes", None)
@@ -95,6 +96,22 @@ def _describe(layer: int, path: str, module: Any) -> LocalLayer:
         alibi_slopes=_floats(slopes),
         sinks=_floats(sinks),
     )
+
+
+def _refuse_other_arithmetic(path: str, module: Any) -> None:
+    """Raise `UnsupportedModel` where the kernel does what `LayerSemantics` has no word for."""
+    if getattr(module, "use_alibi_sqrt", False):
+        raise UnsupportedModel(f"{path} takes the roots of ALiBi's distances; they are not rebuilt")
+    if getattr(module.impl, "chunk_lookback", -1) > -1:
+        raise UnsupportedModel(f"{path} is chunked attention, whose mask cannot be rebuilt")
+    kept, computed = (getattr(module, name, None) for name in ("kv_cache_torch_dtype", "dtype"))
+    if None not in (kept, computed) and kept != computed:
+        # Checkpoints may ask for it themselves (quantization_config.kv_cache_scheme).
+        raise UnsupportedModel(
+            f"{path} keeps keys and values as {kept} and computes in {computed}: it attends to "
+            "rounded ones, which are not those captured; set engine.options.kv_cache_dtype to "
+            f"{str(computed).removeprefix('torch.')}"
+        )
 
 
 def _first(impl: Any, *names: str) -> Any:

@@ -107,6 +107,12 @@ def test_other_attention_is_refused_by_the_modules_name() -> None:
         ([attention(attn_type="encoder_only")], "is encoder_only attention"),
         ([attention(attn_type="encoder_decoder")], "is encoder_decoder attention"),
         ([attention(kv_sharing_target_layer_name="layers.0")], "keys and values of layers.0"),
+        ([attention(use_alibi_sqrt=True)], "roots of ALiBi's distances"),
+        ([attention(impl={"chunk_lookback": 0})], "chunked attention"),
+        (
+            [attention(kv_cache_torch_dtype=torch.uint8, dtype=torch.bfloat16)],
+            "attends to rounded ones.*kv_cache_dtype to bfloat16",
+        ),
         ([], "no attention layer"),
     ):
         with pytest.raises(UnsupportedModel, match=text):
@@ -115,6 +121,11 @@ def test_other_attention_is_refused_by_the_modules_name() -> None:
     twice.layers[0].self_attn.again = attention()
     with pytest.raises(UnsupportedModel, match=r"share a layer number: \[0, 0\]"):
         find_attention_layers(twice)
+
+
+def test_what_is_switched_off_is_not_refused() -> None:
+    same = {"kv_cache_torch_dtype": torch.bfloat16, "dtype": torch.bfloat16}
+    assert only(use_alibi_sqrt=False, impl={"chunk_lookback": -1}, **same) == only()
 
 
 def test_ranks_views_are_joined_in_their_order() -> None:
