@@ -155,7 +155,7 @@ class CaptureEngine:
         key, self._next_key = self._next_key, self._next_key + 1
         task = self._selected(task)
         rows = [
-            self._shape.settings.positions.of(self._num_positions(prompt))[1]
+            self._shape.settings.positions.of(self._num_positions(task, prompt))[1]
             for prompt in task.prompts
             if prompt.reason is None
         ]
@@ -191,7 +191,7 @@ class CaptureEngine:
                 except PromptRefused as error:
                     reasons[place] = str(error)
                     continue
-                positions[place] = self._num_positions(prompt)
+                positions[place] = self._num_positions(task, prompt)
             kept = self._shape.settings.positions
             layout = UnitLayout.plan(key, task.unit, task.attempt, positions, kept)
             unfinished = sum(1 for count in positions if count)
@@ -277,23 +277,21 @@ class CaptureEngine:
         for place in batch:
             self._add(key, unit.task, place)
 
-    def _most_rows(self, num_tokens: int) -> int:
+    def _num_positions(self, task: UnitTask, prompt: PromptTask) -> int:
         """Return how many rows a prompt gets unless it ends by itself."""
+        num_tokens = len(prompt.token_ids)
         generation = self._shape.settings.generation
         if generation is None:
             return num_tokens
         longest = self._engine.vllm_config.model_config.max_model_len
-        return min(num_tokens + generation.max_tokens, longest) - 1
-
-    def _num_positions(self, prompt: PromptTask) -> int:
-        return self._most_rows(len(prompt.token_ids))
+        return min(num_tokens + generation.at_most(task.max_tokens).max_tokens, longest) - 1
 
     def _selected(self, task: UnitTask) -> UnitTask:
         """Return the task with prompts that keep no position marked as skipped."""
         kept = self._shape.settings.positions
         prompts = tuple(
             replace(prompt, reason=NO_POSITION, skipped=True)
-            if prompt.reason is None and not kept.of(self._num_positions(prompt))[1]
+            if prompt.reason is None and not kept.of(self._num_positions(task, prompt))[1]
             else prompt
             for prompt in task.prompts
         )
@@ -301,7 +299,8 @@ class CaptureEngine:
 
     def _add(self, key: int, task: UnitTask, place: int) -> None:
         ids = task.prompts[place].token_ids
-        self._engine.add(key, place, ids, number=task.first_prompt + place)
+        number = task.first_prompt + place
+        self._engine.add(key, place, ids, number=number, max_tokens=task.max_tokens)
 
     def _note(self, unit: _InFlight, finished: Finished) -> None:
         if finished.error is None and self._shape.settings.generation is not None:

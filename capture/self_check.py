@@ -45,6 +45,8 @@ ALONE, TOGETHER, AGAIN = 0, 1, 2
 MAX_PROMPTS = 4
 MAX_TOKENS = 48
 """Of each prompt: enough to fill a row of the pattern, few enough for seconds on a CPU."""
+GENERATED_TOKENS = 2
+"""After each, in a run that continues prompts; the rows of the prompts' own tokens are compared."""
 
 MIXED_TOLERANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 """Of pattern @ v against z, root mean square by head. Both are of one capture, so only the kernel's
@@ -104,7 +106,8 @@ def self_check(
         engine.reopen(StoreLocation(folder))
         tasks = tuple(PromptTask(ids) for ids in tried)
         for unit, batch in ((ALONE, 1), (TOGETHER, 0), (AGAIN, 1)):
-            _run(engine, UnitTask(unit, f"check{unit}", unit * len(tried), tasks, 0, batch))
+            attempt, first = f"check{unit}", unit * len(tried)
+            _run(engine, UnitTask(unit, attempt, first, tasks, 0, batch, GENERATED_TOKENS))
         found = _compare(engine.facts, open_store(folder), tried, model)
     engine.reopen(location)
     return found

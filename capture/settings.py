@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -48,6 +48,12 @@ class Generation:
     seed: int = 0
     """Each prompt draws by this seed and its number in the plan, whatever it is batched with."""
     ignore_eos: bool = False
+
+    def at_most(self, max_tokens: int | None) -> Generation:
+        """Return the same with no more tokens than `max_tokens`; None: as many."""
+        if max_tokens is None or max_tokens >= self.max_tokens:
+            return self
+        return replace(self, max_tokens=max_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +153,8 @@ class UnitTask:
     batch_prompts: int = 0
     """0: all prompts at once. N > 0: in order, N in the engine at a time, the next N only after
     those; how a bad prompt is found, with `CaptureEngine.prompts_finished(unit)` as its witness."""
+    max_tokens: int | None = None
+    """At most so many tokens after each prompt, where the settings say more; for trials."""
 
 
 class UnitStatus(StrEnum):

@@ -71,17 +71,26 @@ class StepEngine:
         """Whether any request is unfinished."""
         return bool(self._engine.has_unfinished_requests())
 
-    def add(self, unit: int, prompt: int, token_ids: np.ndarray, number: int = 0) -> None:
+    def add(
+        self,
+        unit: int,
+        prompt: int,
+        token_ids: np.ndarray,
+        number: int = 0,
+        max_tokens: int | None = None,
+    ) -> None:
         """Queue a prompt, to be read or continued. Raises `PromptRefused` where vLLM refuses it.
 
-        `number` is its number in the plan, by which it draws its own random tokens.
+        `number` is its number in the plan, by which it draws its own random tokens; it gets no more
+        than `max_tokens` of them.
         """
         from vllm import SamplingParams, exceptions
 
+        generation = self._generation and self._generation.at_most(max_tokens)
         params = SamplingParams(
             detokenize=False,
             extra_args={EXTRA_ARG: [unit, prompt]},
-            **_sampling(self._generation, number),
+            **_sampling(generation, number),
         )
         request_id = f"u{unit}p{prompt}"
         # vLLM lets ids pass that lie in the padding of its embedding table.

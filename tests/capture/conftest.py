@@ -255,7 +255,7 @@ def tiny_generated(tmp_path_factory, tiny_qwen3_dir, tiny_units) -> dict[str, Ca
     }
     one_unit = [[ids for unit in tiny_units for ids in unit]]
 
-    def wanted(name: str, units, generation, pattern=None, **engine) -> LiveCapture:
+    def wanted(name: str, units, generation, pattern=None, check=False, **engine) -> LiveCapture:
         return LiveCapture(
             str(folder / name),
             str(tiny_qwen3_dir),
@@ -265,10 +265,11 @@ def tiny_generated(tmp_path_factory, tiny_qwen3_dir, tiny_units) -> dict[str, Ca
                 "generation": {"max_tokens": GENERATED_TOKENS, **generation},
                 "pattern": pattern,
             },
+            self_check=check,
         )
 
     captures = {
-        "greedy": wanted("greedy", tiny_units, {"ignore_eos": True}),
+        "greedy": wanted("greedy", tiny_units, {"ignore_eos": True}, check=True),
         "sampled": wanted("sampled", tiny_units, sampled),
         "sampled alone": wanted("alone", one_unit, sampled, max_num_seqs=1),
         "long": wanted(

@@ -51,10 +51,10 @@ Named from the model's config before an engine starts (`capture/refusals.py`):
 - layers that use the keys and values of other layers (Gemma-3n)
 - chunked and dual chunk attention (Llama 4, Qwen2.5-1M)
 
-The message of a model that mixes kinds of layers says which of them have attention. When the model is
-loaded, before the first prompt (`capture/attention_layers.py`): every subclass of vLLM's `Attention`,
-keys and values that a checkpoint keeps in 8 bits, and layers of several shapes unless `capture.layers`
-takes those of one.
+The message of a model that mixes kinds of layers says which of them have attention. When the model
+is loaded, before the first prompt (`capture/attention_layers.py`): every subclass of vLLM's
+`Attention`, keys and values that a checkpoint keeps in 8 bits, and layers of several shapes unless
+`capture.layers` takes those of one.
 
 MPT, the other ALiBi family, is gone from vLLM after 0.28.
 """

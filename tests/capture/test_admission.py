@@ -19,6 +19,7 @@ from capture.rank import RankFacts
 from capture.rows import Positions
 from capture.settings import (
     CaptureSettings,
+    Generation,
     PromptTask,
     StoreLocation,
     UnitResult,
@@ -126,6 +127,18 @@ def test_rows_kept_for_patterns_and_their_entries_count_exactly(tmp_path: Path) 
         engine.admit(task(0, 4, 3))
         engine.admit(task(1, 3, 4))
         assert engine.step_engine.begun == begun  # type: ignore[attr-defined]
+
+
+def test_a_trial_takes_the_rows_of_fewer_generated_tokens(tmp_path: Path) -> None:
+    engine = random_engine.start(
+        tmp_path,
+        CaptureSettings(host_bytes=16 << 20, slot_bytes=1 << 20, generation=Generation(50)),
+    )
+    for unit, (most, rows) in enumerate([(None, 52), (90, 52), (2, 4), (1, 3)]):
+        engine.admit(replace(random_engine.task(unit, unit, [3]), max_tokens=most))
+        (layout,) = [one.layout for one in engine._units.values() if one.task.unit == unit]
+        assert layout.total_rows == rows
+    engine.shutdown()
 
 
 @pytest.mark.parametrize("length", [1, 400])

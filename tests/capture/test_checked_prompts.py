@@ -56,6 +56,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.facts = EngineFacts(MODEL, bytes_per_token=1)
         self.waiting: list[UnitTask] = []
+        self.seen: list[UnitTask] = []
         self.location = StoreLocation("")
 
     @property
@@ -67,6 +68,7 @@ class ScriptedEngine:
 
     def admit(self, task: UnitTask) -> None:
         self.waiting.append(task)
+        self.seen.append(task)
 
     def advance(self) -> list[UnitResult]:
         task = self.waiting.pop()
@@ -149,6 +151,13 @@ def test_patterns_that_are_not_transformers_own_stop_the_run(
     monkeypatch.setattr(checking, "reference_patterns", other)
     with pytest.raises(SelfCheckFailed, match=r"eager attention. At layer 1, head [23] they"):
         check(tmp_path, [1, 2, 3])
+
+
+def test_prompts_are_hardly_continued_whatever_the_run_says(tmp_path: Path, asked: Any) -> None:
+    engine = ScriptedEngine()
+    check(tmp_path, [1, 2, 3], [4], engine=engine)
+    assert [task.max_tokens for task in engine.seen] == [checking.GENERATED_TOKENS] * 3
+    assert checking.GENERATED_TOKENS < 4
 
 
 def test_the_run_is_open_again_afterwards(tmp_path: Path, asked: Any) -> None:

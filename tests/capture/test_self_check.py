@@ -30,6 +30,17 @@ def test_sixteen_bits_have_a_bar_of_their_own(tiny_qwen3_1) -> None:
     assert "layer 1, head" in message
 
 
+def test_a_run_that_continues_prompts_is_checked_by_their_own_rows(tiny_generated) -> None:
+    captured = tiny_generated["greedy"]
+    figures, message = captured.checks
+    assert (figures["prompts"], figures["tokens"]) == (4, 33 + 1 + 48 + 8)
+    assert max(figures["batched"], figures["mixed"], figures["reference"]) < 1e-5
+    assert "z is not the rebuilt pattern times v" in message
+    # Each of the two checks runs the prompts three times and two tokens more, one of them fed.
+    own = sum(len(ids) + 5 for unit in captured.wanted.units for ids in unit)
+    assert captured.staged_rows == [own + 2 * 3 * (90 + 4)]
+
+
 def test_a_pattern_that_is_not_the_models_stops_the_run(tiny_qwen3_1) -> None:
     _, message = tiny_qwen3_1["plain"].checks
     assert "z is not the rebuilt pattern times v" in message
