@@ -104,13 +104,13 @@ def _refuse_other_arithmetic(path: str, module: Any) -> None:
         raise UnsupportedModel(f"{path} takes the roots of ALiBi's distances; they are not rebuilt")
     if getattr(module.impl, "chunk_lookback", -1) > -1:
         raise UnsupportedModel(f"{path} is chunked attention, whose mask cannot be rebuilt")
-    kept, computed = (getattr(module, name, None) for name in ("kv_cache_torch_dtype", "dtype"))
-    if None not in (kept, computed) and kept != computed:
+    kept = getattr(module, "kv_cache_torch_dtype", None)
+    if kept is not None and kept.itemsize < 2:
         # Checkpoints may ask for it themselves (quantization_config.kv_cache_scheme).
         raise UnsupportedModel(
-            f"{path} keeps keys and values as {kept} and computes in {computed}: it attends to "
-            "rounded ones, which are not those captured; set engine.options.kv_cache_dtype to "
-            f"{str(computed).removeprefix('torch.')}"
+            f"{path} keeps keys and values in {8 * kept.itemsize} bits ({module.kv_cache_dtype}): "
+            "it attends to rounded ones, which are not those captured; set "
+            "engine.options.kv_cache_dtype to the model's dtype"
         )
 
 

@@ -110,8 +110,8 @@ def test_other_attention_is_refused_by_the_modules_name() -> None:
         ([attention(use_alibi_sqrt=True)], "roots of ALiBi's distances"),
         ([attention(impl={"chunk_lookback": 0})], "chunked attention"),
         (
-            [attention(kv_cache_torch_dtype=torch.uint8, dtype=torch.bfloat16)],
-            "attends to rounded ones.*kv_cache_dtype to bfloat16",
+            [attention(kv_cache_torch_dtype=torch.uint8, kv_cache_dtype="fp8")],
+            r"values in 8 bits \(fp8\): it attends to rounded ones",
         ),
         ([], "no attention layer"),
     ):
@@ -124,8 +124,8 @@ def test_other_attention_is_refused_by_the_modules_name() -> None:
 
 
 def test_what_is_switched_off_is_not_refused() -> None:
-    same = {"kv_cache_torch_dtype": torch.bfloat16, "dtype": torch.bfloat16}
-    assert only(use_alibi_sqrt=False, impl={"chunk_lookback": -1}, **same) == only()
+    plain = {"kv_cache_torch_dtype": torch.bfloat16, "kv_cache_dtype": "auto"}
+    assert only(use_alibi_sqrt=False, impl={"chunk_lookback": -1}, **plain) == only()
 
 
 def test_ranks_views_are_joined_in_their_order() -> None:
