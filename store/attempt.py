@@ -43,7 +43,7 @@ class AttemptWriter:
         if not encoded.key.startswith(self._prefix):
             raise ValueError(f"a shard encoded for {encoded.key} does not belong in {self._prefix}")
         name = encoded.key[len(self._prefix) :]
-        self._objects.put(encoded.key, encoded.parts)
+        self._objects.put(encoded.key, encoded)
         return ObjectRecord(name=name, bytes=encoded.num_bytes, crc32c=hex_crc32c(encoded.crc32c))
 
     def put_object(self, name: str, data: bytes) -> ObjectRecord:

@@ -16,8 +16,8 @@ lies between the chunks, where Zarr allows gaps, so that other libraries never m
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,24 +27,71 @@ from store.checksum import crc32c, crc32c_of_parts
 from store.codec import Codec, compress, decompress
 from store.errors import DamagedObject
 from store.geometry import CHECKSUM_BYTES, ArrayGeometry
-from store.shard_index import shard_checksum, shard_index
+from store.shard_index import raw_chunk_sizes, shard_checksum, shard_index
 
 _CRC = struct.Struct("<I")
 _TWO = struct.Struct("<II")
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedShard:
-    """A shard ready to be put; `parts` may be views of the caller's array."""
+Pieces = Callable[[], Iterable[Sequence[Buffer]]]
+"""Gives a shard's chunks from the first on, each as the pieces it is stored as."""
 
-    key: str
-    """The name relative to the run that the shard was encoded for."""
-    parts: list[Buffer]
-    num_bytes: int
-    crc32c: int
-    """The shard's checksum as commits state it: see `shard_checksum`."""
-    chunk_sizes: np.ndarray[Any, np.dtype[np.uint32]]
-    """Stored bytes of each chunk, its crc32c included, in physical order."""
+
+class EncodedShard:
+    """A shard ready to be put. Iterating yields its bytes in parts, views of the caller's array.
+
+    A chunk's checksum is computed when its turn comes, so that a writer that takes part after part
+    finds the chunk still in the processor's cache: its memory is read once instead of twice.
+    Iterating again yields the same parts, as long as the caller's array stays as it is.
+    """
+
+    __slots__ = ("_checksums", "_geometry", "_pieces", "_token_shard", "chunk_sizes", "key")
+
+    def __init__(
+        self,
+        geometry: ArrayGeometry,
+        token_shard: int,
+        key: str,
+        chunk_sizes: np.ndarray[Any, np.dtype[np.uint32]],
+        pieces: Pieces,
+    ) -> None:
+        self._geometry, self._token_shard, self._pieces = geometry, token_shard, pieces
+        self._checksums: np.ndarray[Any, Any] | None = None
+        self.key = key
+        """The name relative to the run that the shard was encoded for."""
+        self.chunk_sizes = chunk_sizes
+        """Stored bytes of each chunk, its crc32c included, in physical order."""
+
+    def __iter__(self) -> Iterator[Buffer]:
+        geometry, named = self._geometry, crc32c(self.key.encode())
+        checksums: list[int] = []
+        for number, pieces in enumerate(self._pieces()):
+            checksum = crc32c_of_parts(pieces)
+            yield from pieces
+            if geometry.tags:
+                yield _TWO.pack(checksum, _tag(named, number, checksum))
+            else:
+                yield _CRC.pack(checksum)
+            checksums.append(checksum)
+        yield self._index
+        self._checksums = np.asarray(checksums, "<u4")
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes iterating yields."""
+        tags = len(self.chunk_sizes) * self._geometry.tag_bytes
+        return int(self.chunk_sizes.sum(dtype=np.int64)) + tags + len(self._index)
+
+    @property
+    def crc32c(self) -> int:
+        """The shard's checksum as commits state it (see `shard_checksum`), of the parts yielded."""
+        if self._checksums is None:
+            raise ValueError(f"the parts of {self.key} were not all taken: its checksum is unknown")
+        return shard_checksum(self._checksums, self._index)
+
+    @property
+    def _index(self) -> bytes:
+        return shard_index(self._geometry, self._token_shard, self.chunk_sizes)
 
 
 def encode_shard(
@@ -62,7 +109,7 @@ def encode_shard(
     """
     rows_HB = _rows_of_bytes(geometry, token_shard, data_HTD)
     pieces = _raw_pieces if codec is Codec.RAW else _compressed_pieces
-    return _finished(geometry, token_shard, key, pieces(geometry, rows_HB, codec))
+    return _encoded(geometry, token_shard, key, codec, partial(pieces, geometry, rows_HB, codec))
 
 
 def encode_chunks(
@@ -81,14 +128,12 @@ def encode_chunks(
     groups, chunks = geometry.groups_per_shard, geometry.token_chunks_in_shard(token_shard)
     expected = (groups, chunks, geometry.group_heads, geometry.chunk_tokens, geometry.head_size)
     _check_shape(geometry, token_shard, chunks_GCgtD, expected)
+    if not all(group_CgtD.flags.c_contiguous for group_CgtD in chunks_GCgtD):
+        raise ValueError(f"a group's chunks must be contiguous, strides {chunks_GCgtD.strides}")
     rest = geometry.tokens_in_shard(token_shard) - (chunks - 1) * geometry.chunk_tokens
 
     def pieces() -> Iterator[Sequence[Buffer]]:
         for group_CgtD in chunks_GCgtD:
-            if not group_CgtD.flags.c_contiguous:
-                raise ValueError(
-                    f"a group's chunks must be contiguous, strides {chunks_GCgtD.strides}"
-                )
             for chunk_gtD in _whole_chunks(group_CgtD, rest):
                 if codec is Codec.RAW:
                     values_B: Any = chunk_gtD.reshape(-1).view(np.uint8)
@@ -96,7 +141,7 @@ def encode_chunks(
                 else:
                     yield (compress(codec, chunk_gtD),)
 
-    return _finished(geometry, token_shard, key, pieces())
+    return _encoded(geometry, token_shard, key, codec, pieces)
 
 
 def _whole_chunks(group_CgtD: np.ndarray[Any, Any], rest: int) -> Iterator[np.ndarray[Any, Any]]:
@@ -111,33 +156,19 @@ def _whole_chunks(group_CgtD: np.ndarray[Any, Any], rest: int) -> Iterator[np.nd
             yield chunk_gtD
 
 
-def _finished(
-    geometry: ArrayGeometry, token_shard: int, key: str, chunks: Iterable[Sequence[Buffer]]
+def _encoded(
+    geometry: ArrayGeometry, token_shard: int, key: str, codec: Codec, pieces: Pieces
 ) -> EncodedShard:
-    """Put checksums and tags after the chunks, given as their stored pieces, and the index last."""
-    named = crc32c(key.encode())
-    parts: list[Buffer] = []
-    sizes: list[int] = []
-    checksums: list[int] = []
-    for number, pieces in enumerate(chunks):
-        checksum = crc32c_of_parts(pieces)
-        parts += pieces
-        if geometry.tags:
-            parts.append(_TWO.pack(checksum, _tag(named, number, checksum)))
-        else:
-            parts.append(_CRC.pack(checksum))
-        sizes.append(sum(memoryview(piece).nbytes for piece in pieces) + CHECKSUM_BYTES)
-        checksums.append(checksum)
-    chunk_sizes = np.asarray(sizes, np.uint32)
-    index = shard_index(geometry, token_shard, chunk_sizes)
-    parts.append(index)
-    return EncodedShard(
-        key=key,
-        parts=parts,
-        num_bytes=sum(sizes) + len(sizes) * geometry.tag_bytes + len(index),
-        crc32c=shard_checksum(np.asarray(checksums, "<u4"), index),
-        chunk_sizes=chunk_sizes,
+    """Return the shard of these chunks; compressed ones are kept, since their sizes are asked."""
+    if codec is Codec.RAW:
+        sizes = raw_chunk_sizes(geometry, token_shard)
+        return EncodedShard(geometry, token_shard, key, sizes, pieces)
+    frames = list(pieces())
+    sizes = np.asarray(
+        [sum(memoryview(piece).nbytes for piece in frame) + CHECKSUM_BYTES for frame in frames],
+        np.uint32,
     )
+    return EncodedShard(geometry, token_shard, key, sizes, lambda: frames)
 
 
 def _tag(named: int, number: int, checksum: int) -> int:

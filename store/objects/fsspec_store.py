@@ -7,7 +7,7 @@ win; of its file systems only the in-memory one is written here, under one lock 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,7 +36,7 @@ class FsspecStore:
         authority, slash, path = rest.partition("/")
         return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+    def put(self, name: str, parts: Iterable[Buffer]) -> None:
         """Write the parts as one file."""
         with _writing:
             self._writable().pipe_file(self._path(name), b"".join(bytes(part) for part in parts))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,6 +29,8 @@ _FOLDER_TRIES = 20
 _FOLDERS_REMEMBERED = 4096
 """A run of a million units has more folders than a writer's memory should hold names."""
 _MAX_GATHERED = min(os.sysconf("SC_IOV_MAX"), 1024)
+_GATHERED_BYTES = 1 << 18
+"""Buffers of so much go into one call: fewer bytes than a core's cache keeps, many for a call."""
 
 
 class LocalStore:
@@ -45,7 +47,7 @@ class LocalStore:
     def url(self) -> str:
         return self._root
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+    def put(self, name: str, parts: Iterable[Buffer]) -> None:
         """Write `parts` without copying them together, flush, and rename into place."""
         path = self._path(name)
         with self._reported(name):
@@ -203,7 +205,7 @@ class LocalStore:
                 self._made.clear()
             self._made.add(folder)
 
-    def _write_temporary(self, parts: Sequence[Buffer]) -> str:
+    def _write_temporary(self, parts: Iterable[Buffer]) -> str:
         folder = os.path.join(self._root, TEMPORARY_FOLDER)
         path = os.path.join(folder, f"{os.getpid()}-{secrets.token_hex(8)}")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -245,19 +247,31 @@ def _walk(folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
                 yield ObjectInfo(whole, entry.stat().st_size)
 
 
-def _write_gathered(descriptor: int, parts: Sequence[Buffer]) -> None:
-    """Write all of `parts`, at most IOV_MAX buffers a call; a short write is continued."""
-    pending = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
+def _write_gathered(descriptor: int, parts: Iterable[Buffer]) -> None:
+    """Write `parts` as they come, a few at a time: what a part's maker has read is still cached."""
+    batch: list[memoryview] = []
+    gathered = 0
+    for part in parts:
+        view = memoryview(part).cast("B")
+        if view.nbytes:
+            batch.append(view)
+            gathered += view.nbytes
+        if gathered >= _GATHERED_BYTES or len(batch) == _MAX_GATHERED:
+            _write_all(descriptor, batch)
+            batch, gathered = [], 0
+    _write_all(descriptor, batch)
+
+
+def _write_all(descriptor: int, batch: list[memoryview]) -> None:
+    """Write at most IOV_MAX buffers, none empty; a short write is continued."""
     start = 0
-    while start < len(pending):
-        batch = pending[start : start + _MAX_GATHERED]
-        written = os.writev(descriptor, batch)
-        for view in batch:
-            if written < view.nbytes:
-                pending[start] = view[written:]
-                break
-            written -= view.nbytes
+    while start < len(batch):
+        written = os.writev(descriptor, batch[start:])
+        while start < len(batch) and written >= batch[start].nbytes:
+            written -= batch[start].nbytes
             start += 1
+        if written:
+            batch[start] = batch[start][written:]
 
 
 def _read_exactly(descriptor: int, wanted: ByteRange, name: str) -> bytes:

@@ -21,7 +21,7 @@ import importlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -93,7 +93,7 @@ class ObstoreStore:
         host = parts.netloc.rpartition("@")[2]
         return urlunsplit((parts.scheme, host, parts.path, "", ""))
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
+    def put(self, name: str, parts: Iterable[Buffer]) -> None:
         """Send the parts as one object, a big one in several requests. May be repeated."""
         self._refuse_if_read_only()
         views = [memoryview(part).cast("B") for part in parts]

@@ -12,7 +12,7 @@ time-out (120 s unless options say otherwise), tries again with growing random p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -43,8 +43,11 @@ class ObjectStore(Protocol):
     def url(self) -> str:
         """The root, for messages; never carries credentials."""
 
-    def put(self, name: str, parts: Sequence[Buffer]) -> None:
-        """Store the concatenation of `parts` durably, replacing what was there. May be repeated."""
+    def put(self, name: str, parts: Iterable[Buffer]) -> None:
+        """Store the concatenation of `parts` durably, replacing what was there. May be repeated.
+
+        `parts` is gone through once, in order, and a part may be made when its turn comes.
+        """
 
     def create(self, name: str, data: Buffer) -> None:
         """Store `data` durably if there is no such object, else raise `ObjectExists`. Atomic."""

@@ -39,7 +39,7 @@ def _case(heads: int, tokens: int, size: int, dtype: str, seed: int = 0):
 
 
 def _decode(geometry, encoded, codec, dtype):
-    data = b"".join(bytes(part) for part in encoded.parts)
+    data = b"".join(bytes(part) for part in encoded)
     assert len(data) == encoded.num_bytes
     chunks = geometry.token_chunks_in_shard(0)
     out = np.zeros(
@@ -72,7 +72,7 @@ def test_raw_parts_are_views_of_a_strided_array():
     encoded = encode_shard(geometry, 0, data_HTD, Codec.RAW, KEY)
     viewed = sum(
         memoryview(part).nbytes
-        for part in encoded.parts
+        for part in encoded
         if np.shares_memory(np.frombuffer(part, np.uint8), backing)
     )
     assert viewed == data_HTD.nbytes
@@ -84,7 +84,7 @@ def test_raw_layout_is_the_one_the_geometry_implies():
     encoded = encode_shard(geometry, 0, data_HTD, Codec.RAW, KEY)
     assert encoded.num_bytes == geometry.raw_shard_bytes(0)
     assert np.array_equal(encoded.chunk_sizes, raw_chunk_sizes(geometry, 0))
-    data = b"".join(bytes(part) for part in encoded.parts)
+    data = b"".join(bytes(part) for part in encoded)
     start, number = geometry.raw_chunk_offset(0, 1, 2), geometry.chunk_number(0, 1, 2)
     stored = data[start : start + geometry.raw_chunk_stride]
     chunk = decode_chunk(geometry, stored, Codec.RAW, DTYPES["bfloat16"], KEY, number)
@@ -96,7 +96,7 @@ def test_any_flipped_bit_of_a_chunk_raises(codec):
     geometry, data_HTD = _case(2, 300, 8, "float32")
     encoded = encode_shard(geometry, 0, data_HTD, codec, KEY)
     end = int(chunk_offsets(geometry, encoded.chunk_sizes)[1])
-    stored = bytearray(b"".join(bytes(part) for part in encoded.parts)[:end])
+    stored = bytearray(b"".join(bytes(part) for part in encoded)[:end])
     for place in np.random.default_rng(2).integers(0, len(stored) * 8, 300).tolist():
         stored[place // 8] ^= 1 << place % 8
         with pytest.raises(DamagedObject, match=KEY):
@@ -109,7 +109,7 @@ def test_any_flipped_bit_of_a_chunk_raises(codec):
 def test_a_frame_that_claims_another_size_is_refused_before_it_is_unpacked():
     geometry, data_HTD = _case(2, 300, 8, "float32")
     encoded = encode_shard(geometry, 0, data_HTD, Codec.FAST, KEY)
-    frame = bytearray(encoded.parts[0])
+    frame = bytearray(next(iter(encoded)))
     frame[4:8] = (1 << 30).to_bytes(4, "little")
     stored = bytes(frame) + crc32c(frame).to_bytes(4, "little")
     geometry = replace(geometry, tags=False)
@@ -139,7 +139,21 @@ def test_shards_of_one_shape_have_different_checksums():
     geometry, one = _case(2, 300, 8, "float32", seed=1)
     _, other = _case(2, 300, 8, "float32", seed=2)
     first, second = (encode_shard(geometry, 0, data, Codec.RAW, KEY) for data in (one, other))
+    assert len(list(first)) == len(list(second))
     assert first.crc32c != second.crc32c
+
+
+def test_the_checksum_is_of_the_parts_that_were_taken():
+    geometry, data_HTD = _case(2, 300, 8, "float32")
+    encoded = encode_shard(geometry, 0, data_HTD, Codec.RAW, KEY)
+    parts = iter(encoded)
+    next(parts)
+    with pytest.raises(ValueError, match="not all taken"):
+        _ = encoded.crc32c
+    again = list(encoded)
+    taken = encoded.crc32c
+    assert b"".join(map(bytes, again)) == b"".join(map(bytes, encoded))
+    assert encoded.crc32c == taken
 
 
 @pytest.mark.parametrize("codec", list(Codec))
@@ -154,7 +168,7 @@ def test_chunks_in_order_give_the_same_shard(shape, codec):
     chunks_GCgtD = np.ascontiguousarray(padded_HTD.reshape(cut).swapaxes(1, 2))
     one = encode_shard(geometry, 0, data_HTD, codec, KEY)
     other = encode_chunks(geometry, 0, chunks_GCgtD, codec, KEY)
-    assert b"".join(map(bytes, other.parts)) == b"".join(map(bytes, one.parts))
+    assert b"".join(map(bytes, other)) == b"".join(map(bytes, one))
     assert (other.num_bytes, other.crc32c) == (one.num_bytes, one.crc32c)
     assert np.array_equal(other.chunk_sizes, one.chunk_sizes)
     with pytest.raises(ValueError, match="holds"):

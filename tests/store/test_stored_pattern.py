@@ -140,7 +140,7 @@ def test_a_pattern_of_another_place_raises(tmp_path) -> None:
     own, other = (f"data/00000000/a0/{array.shard_name(n, 0, 0)}" for n in (0, 1))
     stored = objects.get(own, max_bytes=1 << 24)
     for key in (own, other):
-        parts = encode_shard(geometry, 0, data, Codec.FAST, key).parts
+        parts = encode_shard(geometry, 0, data, Codec.FAST, key)
         assert (b"".join(map(bytes, parts)) == stored) == (key == own)
         objects.put(own, parts)
     with pytest.raises(DamagedObject, match="another shard's"):
