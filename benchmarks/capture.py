@@ -109,6 +109,14 @@ def plain_writers(folder: str, threads: int, total_bytes: int, kept_bytes: int) 
 def main() -> None:
     options = _options()
     bench = Bench(options)
+    try:
+        _measure(bench, options)
+    finally:
+        # Else an error would leave writer processes that the interpreter waits for.
+        bench.capture.shutdown()
+
+
+def _measure(bench: Bench, options: argparse.Namespace) -> None:
     facts = bench.capture.facts
     row_bytes = facts.bytes_per_token
     print(f"loaded in {bench.load_seconds:.0f} s, {row_bytes} bytes a token", flush=True)
@@ -163,7 +171,6 @@ def main() -> None:
             "max_rss_bytes": largest,
         }
         Path(options.json).write_text(json.dumps(report, indent=1))
-    bench.capture.shutdown()
 
 
 def _print_memory(memory: dict[str, Any]) -> None:
