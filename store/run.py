@@ -17,7 +17,7 @@ import pyarrow as pa
 import xarray as xr
 from numpy.typing import DTypeLike, NDArray
 
-from store import keys, rebuild, run_card, stored_pattern, weights
+from store import keys, run_card, weights
 from store.across_prompts import AcrossPrompts
 from store.array_reader import ArrayReader, ReadOptions
 from store.checks import SelfCheckFigures, read_checks
@@ -28,13 +28,13 @@ from store.labelled import TokenAxis, label
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
 from store.planned_units import kept_positions
+from store.prompt_attention import AttentionChoices, PromptAttention
 from store.prompt_blocks import BlockReader, choose
 from store.run_format import LayerSemantics, ModelManifest, RunManifest, Site
-from store.run_index import Prompt, RunIndex, is_one_prompt, looking
+from store.run_index import Prompt, RunIndex, StoredPrompt, is_one_prompt, looking
 from store.sealed_json import MAX_JSON_BYTES
-from store.selection import AxisSelection, Choice, select
+from store.selection import Choice, select
 from store.site_names import REBUILT, NamedSite, SiteName, resolve
-from store.strongest import strongest
 from store.unit_arrays import PromptArray, UnitArrays
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class Run(AcrossPrompts):
         named = self._resolve(site)
         layer = named.one_layer(layer)
         if named.site in REBUILT:
-            data = self._attention(named, index, prompt, (layer, head, pos, None), by_place)
+            data = self._attention_data(named, prompt, (layer, head, pos, None), by_place)
             return data if dtype is None else data.astype(dtype)
         found = index.found(prompt)
         array = self._arrays.of(found, named.site)
@@ -256,16 +256,8 @@ class Run(AcrossPrompts):
         along `top`, -1 where a query has fewer, and the whole pattern is never held; NaN comes
         last, and `attrs["nans"]` counts it. Raises as `read` does.
         """
-        choices = (layer, head, query, key)
-        index, named = self._index, NamedSite("pattern")
-        if topk is None:
-            return self._attention(named, index, prompt, choices, by_place)
-        arrays, picked = self._attention_parts(named, index, prompt, choices, by_place=by_place)
-        found = strongest(lambda axes: self._values("pattern", arrays, axes), picked, topk)
-        axis = _token_axis(index, arrays[0])
-        data = label("pattern", found.values, (*picked[:3], "top"), axis)
-        data.attrs["nans"] = found.nans
-        return data.assign_coords(key_pos=(data.dims, found.key_pos.reshape(data.shape)))
+        named, choices = NamedSite("pattern"), (layer, head, query, key)
+        return self._attention_data(named, prompt, choices, by_place, topk)
 
     def scores(
         self,
@@ -278,8 +270,8 @@ class Run(AcrossPrompts):
         by_place: bool = False,
     ) -> xr.DataArray:
         """Return attention scores before the softmax, as `pattern` does; masked ones are -inf."""
-        choices = (layer, head, query, key)
-        return self._attention(NamedSite("scores"), self._index, prompt, choices, by_place)
+        named, choices = NamedSite("scores"), (layer, head, query, key)
+        return self._attention_data(named, prompt, choices, by_place)
 
     def contribution(
         self, prompt: Prompt, layer: int, head: Choice = None, pos: Choice = None
@@ -339,13 +331,8 @@ class Run(AcrossPrompts):
         if named.site in REBUILT:
             prompts = [prompt] if is_one_prompt(prompt) else prompt
             choices = (layer, head, pos, None)
-            parts = [self._attention_parts(named, index, one, choices) for one in prompts]
-            return ReadCost.total(
-                stored_pattern.pattern_cost(arrays[0], picked)
-                if len(arrays) == 1
-                else rebuild.cost(named.site, self.model.layers, arrays[0], arrays[-1], picked)
-                for arrays, picked in parts
-            )
+            picks = [self._attention(named, index.stored(one), choices) for one in prompts]
+            return ReadCost.total(pick.cost() for pick in picks)
         if is_one_prompt(prompt):
             array = self._arrays.of(index.stored(prompt), named.site)
             picked = array.select(layer, head, pos, by_place=False)
@@ -419,47 +406,30 @@ class Run(AcrossPrompts):
             self._projections[layer] = found
         return self._projections[layer]
 
+    def _attention_data(
+        self,
+        named: NamedSite,
+        prompt: Prompt,
+        choices: AttentionChoices,
+        by_place: bool,
+        topk: int | None = None,
+    ) -> xr.DataArray:
+        self._resolve(named.site)
+        index = self._index
+        attention = self._attention(named, index.stored(prompt), choices, by_place=by_place)
+        tokens = _token_axis(index, attention.arrays[0])
+        return attention.labelled(tokens) if topk is None else attention.strongest(topk, tokens)
+
     def _attention(
         self,
         named: NamedSite,
-        index: RunIndex,
-        prompt: Prompt,
-        choices: tuple[Choice, Choice, Choice, Choice],
-        by_place: bool,
-    ) -> xr.DataArray:
-        kind = self._resolve(named.site).site
-        arrays, picked = self._attention_parts(named, index, prompt, choices, by_place=by_place)
-        axis = _token_axis(index, arrays[0])
-        return label(kind, self._values(kind, arrays, picked), picked, axis)
-
-    def _values(
-        self, kind: str, arrays: Sequence[PromptArray], picked: Sequence[AxisSelection]
-    ) -> NDArray[np.float32]:
-        if len(arrays) == 1:
-            return stored_pattern.read_pattern(arrays[0], picked)
-        return rebuild.attention(kind, self.model.layers, arrays[0], arrays[-1], picked)
-
-    def _attention_parts(
-        self,
-        named: NamedSite,
-        index: RunIndex,
-        prompt: Prompt,
-        choices: tuple[Choice, Choice, Choice, Choice],
+        stored: StoredPrompt,
+        choices: AttentionChoices,
         *,
         by_place: bool = False,
-    ) -> tuple[list[PromptArray], tuple[AxisSelection, ...]]:
-        """Return the stored pattern's array, or those of rot_q and rot_k, and the picked axes."""
-        layer, head, query, key = choices
-        stored = index.stored(prompt)
-        as_stored = named.site == Site.PATTERN and self._arrays.stores_pattern(stored)
-        sites = (Site.PATTERN,) if as_stored else (Site.ROT_Q, Site.ROT_K)
-        arrays = [self._arrays.of(stored, site) for site in sites]
-        picked = (
-            *arrays[0].select(layer, head, None, by_place=by_place, named_layer=named.layer)[:2],
-            select("query_pos", arrays[0].positions, query, by_place=by_place),
-            select("key_pos", arrays[-1].positions, key, by_place=by_place),
-        )
-        return arrays, picked
+    ) -> PromptAttention:
+        layers = self.model.layers
+        return PromptAttention.of(named, stored, self._arrays, layers, choices, by_place=by_place)
 
 
 def _token_axis(index: RunIndex, array: PromptArray) -> TokenAxis:

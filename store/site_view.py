@@ -75,7 +75,7 @@ class SiteView:
         layer = self._named.one_layer(layer)
         if self.site in REBUILT:
             picked = (layer, heads, choices.get("query_pos"), choices.get("key_pos"))
-            data = self._run._attention(self._named, self._run._index, prompt, picked, by_place)
+            data = self._run._attention_data(self._named, prompt, picked, by_place)
             return data if dtype is None else data.astype(dtype)
         named = self._named.layer
         return self._run.read(

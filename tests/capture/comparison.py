@@ -25,12 +25,12 @@ def stored_sites(run: Any, prompt: str) -> dict[str, np.ndarray]:
 
 def assert_stored_patterns(run: Any, prompt: str, within: float) -> None:
     """Assert that a prompt's stored pattern is what its stored rot_q and rot_k give when read."""
-    arrays, picked = run._attention_parts(NamedSite("pattern"), run._index, prompt, (None,) * 4)
-    assert [array.site for array in arrays] == ["pattern"]
-    stored_LNQK = run.pattern(prompt).values
     stored = run._index.stored(prompt)
+    attention = run._attention(NamedSite("pattern"), stored, (None,) * 4)
+    assert [array.site for array in attention.arrays] == ["pattern"]
+    stored_LNQK = run.pattern(prompt).values
     q, k = (run._arrays.of(stored, site) for site in ("rot_q", "rot_k"))
-    rebuilt_LNQK = rebuild.attention("pattern", run.model.layers, q, k, picked)
+    rebuilt_LNQK = rebuild.attention("pattern", run.model.layers, q, k, attention.picked)
     assert stored_LNQK.shape == rebuilt_LNQK.shape
     assert stored_LNQK.max() > 0.1
     error = float(np.abs(stored_LNQK - rebuilt_LNQK).max())
