@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pyarrow as pa
 import pytest
 
 from store import keys, plan_writer
-from store.objects.local import LocalStore
+from store.objects.obstore_store import ObstoreStore
 from store.parquet_file import write_parquet
 from store.plan import MANIFEST, read_manifest
 from store.sealed_json import MAX_JSON_BYTES
@@ -20,58 +23,69 @@ PREFIX = keys.plan_prefix(0)
 
 
 @pytest.fixture
-def objects(tmp_path, monkeypatch):
+def objects(monkeypatch):
     """A run whose plan has a file for every three prompts and every unit."""
     monkeypatch.setattr(plan_writer, "PROMPTS_PER_FILE", 3)
     monkeypatch.setattr(plan_writer, "UNITS_PER_FILE", 1)
-    store = LocalStore(tmp_path)
+    store = ObstoreStore(f"memory://verify-plan-{secrets.token_hex(4)}")
     write_run(store, SampleShape(), LENGTHS)
     assert verify_run(store, deep=True).ok
     return store
 
 
-def damage(objects: LocalStore, name: str, how: str) -> None:
-    whole = objects.get(name, max_bytes=1 << 20)
-    if how == "gone":
+DAMAGES = {
+    "gone": None,
+    "short": lambda whole: whole[:-1],
+    "flipped": lambda whole: whole[:-9] + b"x" + whole[-8:],
+}
+
+
+@contextmanager
+def damaged(objects: ObstoreStore, name: str, how: str) -> Iterator[None]:
+    whole, change = objects.get(name, max_bytes=1 << 20), DAMAGES[how]
+    if change is None:
         objects.delete(name)
-    elif how == "short":
-        objects.put(name, [whole[:-1]])
     else:
-        objects.put(name, [whole[:-9], b"x", whole[-8:]])
+        objects.put(name, [change(whole)])
+    yield
+    objects.put(name, [whole])
 
 
-@pytest.mark.parametrize("how", ["gone", "short", "flipped"])
-@pytest.mark.parametrize(
-    ("file", "rows"), [(0, "0 to 2"), (1, "3 to 5"), (2, "6 to 8"), (3, "9 to 9")]
-)
-def test_one_prompts_file_is_one_problem(objects, file, rows, how):
-    name = f"{PREFIX}prompts-{file:05d}.parquet"
-    damage(objects, name, how)
-    (problem,) = verify_run(objects, deep=True).problems
-    assert problem.name == name
-    assert problem.message.endswith(f"; rows of prompts {rows} were not held against the plan")
-    assert len(verify_run(objects).problems) == (how != "flipped")
+@pytest.mark.parametrize("how", DAMAGES)
+def test_one_prompts_file_is_one_problem(objects, how):
+    for file, rows in enumerate(["0 to 2", "3 to 5", "6 to 8", "9 to 9"]):
+        name = f"{PREFIX}prompts-{file:05d}.parquet"
+        with damaged(objects, name, how):
+            (problem,) = verify_run(objects, deep=True).problems
+            assert problem.name == name
+            not_checked = f"; rows of prompts {rows} were not held against the plan"
+            assert problem.message.endswith(not_checked)
+            assert len(verify_run(objects).problems) == (how != "flipped")
+    assert verify_run(objects, deep=True).ok
 
 
-@pytest.mark.parametrize("how", ["gone", "short", "flipped"])
-@pytest.mark.parametrize("file", range(4))
-@pytest.mark.parametrize("deep", [False, True])
-def test_one_units_file_is_one_problem(objects, file, how, deep):
-    name = f"{PREFIX}units-{file:05d}.parquet"
-    damage(objects, name, how)
-    (problem,) = verify_run(objects, deep=deep).problems
-    assert problem.name == name
-    expected = f"; commits of units {file} to {file} were not held against the plan"
-    assert problem.message.endswith(expected)
+@pytest.mark.parametrize("how", DAMAGES)
+def test_one_units_file_is_one_problem(objects, how):
+    for file in range(4):
+        name = f"{PREFIX}units-{file:05d}.parquet"
+        with damaged(objects, name, how):
+            for deep in (False, True):
+                (problem,) = verify_run(objects, deep=deep).problems
+                assert problem.name == name
+                expected = f"; commits of units {file} to {file} were not held against the plan"
+                assert problem.message.endswith(expected)
+    assert verify_run(objects, deep=True).ok
 
 
 def test_what_the_other_files_say_is_still_held_against_the_commits(objects):
     shape = SampleShape()
     capture(objects, shape, make_unit(shape, 3, 8, [1, 2], seed=1), "a1", repair=1)
     capture(objects, shape, make_unit(shape, 9, 40, [1], seed=1))
-    damage(objects, f"{PREFIX}prompts-00000.parquet", "flipped")
-    damage(objects, f"{PREFIX}units-00001.parquet", "flipped")
-    found = [(one.unit, one.message) for one in verify_run(objects, deep=True).problems]
+    with (
+        damaged(objects, f"{PREFIX}prompts-00000.parquet", "flipped"),
+        damaged(objects, f"{PREFIX}units-00001.parquet", "flipped"),
+    ):
+        found = [(one.unit, one.message) for one in verify_run(objects, deep=True).problems]
     assert sorted(message for unit, message in found if unit is not None) == [
         "no plan segment has this unit",
         "prompt 0 has 1 rows from position 0, the plan gives it 2 tokens",
@@ -82,8 +96,8 @@ def test_what_the_other_files_say_is_still_held_against_the_commits(objects):
 
 @pytest.mark.parametrize("what", ["column", "type", "empty"])
 @pytest.mark.parametrize("kind", ["prompts", "units"])
-def test_a_table_of_another_form_is_a_problem_and_never_raises(tmp_path, kind, what):
-    objects = LocalStore(tmp_path)
+def test_a_table_of_another_form_is_a_problem_and_never_raises(kind, what):
+    objects = ObstoreStore(f"memory://verify-plan-{secrets.token_hex(4)}")
     write_run(objects, SampleShape(), LENGTHS)
     table = plan_tables(LENGTHS)[kind]
     place = table.column_names.index("num_tokens")
