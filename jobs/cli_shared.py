@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -79,6 +80,12 @@ def told() -> Iterator[None]:
         typer.echo("attnstore: interrupted; run the same command again", err=True)
         raise typer.Exit(int(ExitCode.INTERRUPTED)) from error
     except (RunError, StoreError) as error:
+        _fail(error, int(ExitCode.REFUSED))
+    except OSError as error:
+        # A file of the user's: a path that cannot be made, a disk that is full. A reader of the
+        # output that is gone is no error, and typer ends the command without a word.
+        if error.errno == errno.EPIPE:
+            raise
         _fail(error, int(ExitCode.REFUSED))
 
 

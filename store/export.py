@@ -123,7 +123,7 @@ class _Part:
         self.run = run
         self.selection = selection
         self.sites = [str(site) for site in selection.sites or run.sites]
-        table = run.prompts
+        table = self._table = run.prompts
         if selection.prompts is None:
             stored = table.filter(pc.equal(table["status"], "stored"))
             self.ids: list[str] = stored["prompt_id"].to_pylist()
@@ -180,7 +180,7 @@ class _Part:
 
     def prompts_table(self) -> pa.Table:
         """Return the exported prompts, in order, with the name of each one's file."""
-        table = self.run.prompts
+        table = self._table
         places = pc.index_in(pa.array(self.ids), value_set=table["prompt_id"])
         names = pa.array([file_stem(i) for i in range(len(self.ids))], pa.string())
         return table.take(places).append_column("file", names)

@@ -63,6 +63,21 @@ def test_text_of_a_run_is_never_markup(folder) -> None:
     assert "[bold]" in shown
 
 
+@pytest.mark.parametrize("place", ["file/out", "n" * 300])
+def test_a_path_that_cannot_be_written_is_a_message(folder, tmp_path, place) -> None:
+    (tmp_path / "file").write_text("")
+    out = str(tmp_path / place)
+    words = (
+        ("export", folder, "--to", "numpy", "--out", out),
+        ("query", folder, "select 1", "--format", "csv", "--out", out),
+        ("show", folder, "--prompt", "p0", "--layer", "0", "--head", "0", "--out", f"{out}.png"),
+    )
+    for command in words:
+        told = answer(*command, code=2).decode()
+        assert told.startswith("attnstore: ")
+        assert str(tmp_path) in told
+
+
 def test_export(folder, tmp_path) -> None:
     out = str(tmp_path / "out")
     body = json.loads(
