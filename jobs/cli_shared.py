@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -82,10 +81,8 @@ def told() -> Iterator[None]:
     except (RunError, StoreError) as error:
         _fail(error, int(ExitCode.REFUSED))
     except OSError as error:
-        # A file of the user's: a path that cannot be made, a disk that is full. A reader of the
-        # output that is gone is no error, and typer ends the command without a word.
-        if error.errno == errno.EPIPE:
-            raise
+        if error.filename is None:
+            raise  # No file of the user's: a bug, or a pipe whose reader is gone.
         _fail(error, int(ExitCode.REFUSED))
 
 
