@@ -9,9 +9,8 @@ does to them, the model goes on with its own tensors.
 
 from __future__ import annotations
 
-import importlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch
 
 from capture.attention_layers import LocalLayer
 from capture.errors import ProbeError
+from capture.probe_source import load_probe, probe_source
 from capture.rows import Span
 from store.run_format import Site
 
@@ -41,9 +41,16 @@ class Probe:
     """A probe with what it returns. `path` is `package.module:function`."""
 
     def __init__(
-        self, path: str, layer: LocalLayer, dtype: torch.dtype, device: torch.device
+        self,
+        path: str,
+        layer: LocalLayer,
+        dtype: torch.dtype,
+        device: torch.device,
+        source: str | None = None,
     ) -> None:
-        self.path, self._function = path, _load(path)
+        """Try the probe. `source` is what `probe_source` gave where the run is driven."""
+        self.path, self._function = path, load_probe(path)
+        _check_source(path, source)
         self.sites: tuple[ProbeSite, ...] = ()
         sizes = (
             (layer.num_heads, layer.head_size),
@@ -90,18 +97,13 @@ class Probe:
         return dict(answer)
 
 
-def _load(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+def _check_source(path: str, due: str | None) -> None:
+    """Raise `ProbeError` where this rank would run another source than the run was made with."""
+    if due is not None and (found := probe_source(path)) != due:
         raise ProbeError(
-            f"capture.probe {path!r} cannot be imported on the worker ({error}); give it as "
-            "package.module:function"
-        ) from error
-    if not callable(function):
-        raise ProbeError(f"capture.probe {path!r} is not a function")
-    return function
+            f"probe {path}: its source on this worker is {found}, and where the run is driven "
+            f"{due}; bring the same file to every node"
+        )
 
 
 def _site(path: str, name: str, value: Any, due: tuple[int, int]) -> ProbeSite:

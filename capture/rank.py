@@ -128,7 +128,9 @@ class RankCapture:
             q_share = replace(q_share, held=held.query)
             kv_share = replace(kv_share, held=held.kv)
         self._probe = (
-            None if settings.probe is None else Probe(settings.probe, first, dtype, device)
+            None
+            if settings.probe is None
+            else Probe(settings.probe, first, dtype, device, settings.probe_source)
         )
         wanted = set(settings.sites)
 

@@ -72,6 +72,8 @@ class CaptureSettings:
     """None: prompts are read, not continued."""
     probe: str | None = None
     """`package.module:function` of the user, run on each rank (`capture.probe`)."""
+    probe_source: str | None = None
+    """Fingerprint of its source that every rank must find (`capture.probe_source`)."""
     output_weights: bool = False
     """Store each layer's W_O with the run, once, so that a reader can tell contributions."""
     host_bytes: int = 1 << 30

