@@ -20,7 +20,7 @@ from jobs.bound import Bound, find_bound
 from jobs.config import RunConfig
 from jobs.dispatch import Dispatcher
 from jobs.dry_run import check_quota
-from jobs.errors import ExitCode, RunInterrupted, RunStopped
+from jobs.errors import ConfigError, ExitCode, RunInterrupted, RunStopped
 from jobs.event_log import EventLog
 from jobs.fleet import DispatchLimits
 from jobs.messages import WorkerFacts, WorkerSpec
@@ -98,22 +98,28 @@ def run(
     Raises a `JobError` or a store's `RunError` with what to do next; `RunInterrupted` where running
     again goes on.
     """
+    if options.deep and not options.repair:
+        raise ConfigError("--deep says how --repair looks for damage: give --repair too")
     location = config.location()
     objects = open_store(location.url, location.options)
     prepared = find_run(objects, config)
-    damaged: list[int] = []
     if prepared is not None and not options.extend:
         _check_source(config, prepared, log)
-        if options.repair:
-            damaged = find_damage(objects, deep=options.deep, log=log)
-        if not damaged and committed_mask(objects, prepared).all():
-            log.run_id = prepared.manifest.run_id
-            log("nothing to do", units=prepared.num_units)
-            return RunOutcome(read_status(objects), prepared.manifest.run_id)
+        if not options.repair and committed_mask(objects, prepared).all():
+            return _nothing_to_do(objects, prepared, log)
     owner = RunOwner.claim(
         objects, take_over=options.take_over, tell=lambda m: log("waiting", why=m)
     )
     try:
+        # Another driver may have made, extended or finished the run until the claim.
+        before, prepared = prepared, find_run(objects, config)
+        if prepared is not None and prepared != before and not options.extend:
+            _check_source(config, prepared, log)
+        damaged: list[int] = []
+        if prepared is not None and options.repair:
+            damaged = find_damage(objects, deep=options.deep, log=log)
+            if not damaged and not options.extend and committed_mask(objects, prepared).all():
+                return _nothing_to_do(objects, prepared, log)
         prepared = _prepare(objects, config, prepared, options, log)
         log.run_id = prepared.manifest.run_id
         check_quota(objects, config, prepared)
@@ -132,6 +138,12 @@ def run(
             f"in {objects.url}; run the same command again"
         )
     return RunOutcome(status, prepared.manifest.run_id, bound)
+
+
+def _nothing_to_do(objects: ObjectStore, prepared: PreparedRun, log: EventLog) -> RunOutcome:
+    log.run_id = prepared.manifest.run_id
+    log("nothing to do", units=prepared.num_units)
+    return RunOutcome(read_status(objects), prepared.manifest.run_id)
 
 
 def _prepare(

@@ -61,9 +61,11 @@ def write_plan(
     run_id: str,
     before: Sequence[PlanManifest] = (),
     progress: Callable[[PlanProgress], None] = lambda _progress: None,
+    planned: Callable[[], None] = lambda: None,
 ) -> PlanManifest:
     """Plan the config's source as the segment after `before` and store it.
 
+    `planned` is called once nothing but the manifest, which makes it so, is left to write.
     Raises `SourceError` for a source without prompts, or with an id used twice (in it, or by an
     earlier segment), naming the ids.
     """
@@ -98,7 +100,7 @@ def write_plan(
         PlanInput(url=public_url(f.url), bytes=f.bytes, sha256=source.sha256(f), stamp=f.stamp)
         for f in source.files
     ]
-    return writer.finish(unit_table(units), inputs)
+    return writer.finish(unit_table(units), inputs, planned=planned)
 
 
 def check_inputs(config: RunConfig, segments: Sequence[PlanManifest]) -> str | None:

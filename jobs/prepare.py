@@ -21,7 +21,7 @@ from capture.errors import ProbeError
 from capture.probe_source import probe_source
 from jobs import model_identity
 from jobs.config import RunConfig
-from jobs.errors import ConfigError
+from jobs.errors import ConfigError, RunOwnedElsewhere
 from jobs.plan import (
     PlanProgress,
     check_inputs,
@@ -35,10 +35,17 @@ from jobs.sources import PromptSource
 from jobs.unit_size import UNIT_SIZE, with_unit_size
 from store import keys
 from store.committed_units import CommittedUnits
-from store.errors import FrozenFieldChanged, ObjectExists, ObjectNotFound, RunNotFound
+from store.errors import (
+    DamagedObject,
+    FrozenFieldChanged,
+    ObjectExists,
+    ObjectNotFound,
+    RunNotFound,
+)
 from store.objects.probe import probe_create_only
 from store.objects.protocol import ObjectStore
-from store.plan import read_segments
+from store.plan import FIRST_MANIFEST, MANIFEST, read_segments
+from store.remains import find_remains
 from store.run_format import PlanManifest, RunManifest
 from store.sealed_json import MAX_JSON_BYTES
 from store.snapshot import find_committed
@@ -101,38 +108,77 @@ def create_run(
     config: RunConfig,
     progress: Callable[[PlanProgress], None] = lambda _progress: None,
 ) -> PreparedRun:
-    """Create `run.json` and the plan's first segment; both are create-only and safe to repeat.
+    """Plan the config's source, then create `run.json` and the plan's first manifest.
 
-    The source's first records and the tokenizer are tried before anything is written. A `run.json`
-    without a plan is left of a start that failed; it holds nothing and is replaced.
+    Both are create-only and neither is ever replaced, so that of several drivers one makes the run
+    and the others are told. A `run.json` without a plan is left of a start that was killed between
+    the two; it is gone on from. Raises `DamagedObject` where something of a run is there whose
+    `run.json` or plan is not, `FrozenFieldChanged` where a run of other settings is.
     """
     _try_source(config)
-    config = with_unit_size(config)
-    frozen = frozen_fields(config)
-    manifest = RunManifest(
+    left = _read_left(objects)
+    _refuse_remains(objects, left)
+    if left is not None:
+        _check_left(left, config)
+    config = with_unit_size(config, None if left is None else left.frozen)
+    manifest = left or RunManifest(
         run_id=secrets.token_hex(16),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        frozen=frozen,
+        frozen=frozen_fields(config),
         config=config.stored(),
         versions=versions(),
     )
-    try:
-        left = read_manifest(objects)
-    except RunNotFound:
-        left = None
-    if left is not None and left.frozen == frozen and left.config == manifest.config:
-        manifest = left
-    else:
-        if left is not None:
-            objects.delete(keys.RUN)
+    if left is None:
         probe_create_only(objects)
-        try:
-            objects.create(keys.RUN, manifest.to_bytes())
-        except ObjectExists:
-            manifest = read_manifest(objects)
-            check_frozen(manifest, frozen)
-    segment = write_plan(objects, config, run_id=manifest.run_id, progress=progress)
+    segment = write_plan(
+        objects,
+        config,
+        run_id=manifest.run_id,
+        progress=progress,
+        planned=lambda: None if left else _create_manifest(objects, manifest),
+    )
     return PreparedRun(manifest, [segment])
+
+
+def _create_manifest(objects: ObjectStore, manifest: RunManifest) -> None:
+    try:
+        objects.create(keys.RUN, manifest.to_bytes())
+    except ObjectExists:
+        raise RunOwnedElsewhere(
+            f"another driver made the run at {objects.url} while this one planned; nothing of it "
+            "was changed. Run the same command again to go on from it"
+        ) from None
+
+
+def _read_left(objects: ObjectStore) -> RunManifest | None:
+    try:
+        return read_manifest(objects)
+    except RunNotFound:
+        return None
+
+
+def _check_left(left: RunManifest, config: RunConfig) -> None:
+    try:
+        check_frozen(left, frozen_fields(with_unit_size(config, left.frozen)))
+    except FrozenFieldChanged as error:
+        raise FrozenFieldChanged(
+            f"{error}. (The run of {left.created} was never planned: {keys.RUN} is all there is of "
+            f"it, unless a driver is at work on it just now. To begin anew here, delete {keys.RUN})"
+        ) from None
+
+
+def _refuse_remains(objects: ObjectStore, left: RunManifest | None) -> None:
+    """Raise `DamagedObject` if anything is there of a run whose `run.json` or plan is not."""
+    missing = keys.RUN if left is None else FIRST_MANIFEST
+    is_planned = bool(read_segments(objects))
+    remains = FIRST_MANIFEST if is_planned else find_remains(objects, 0)
+    if remains is not None and missing != remains:
+        raise DamagedObject(
+            f"{missing} is missing at {objects.url}, though {remains} is there: what was captured "
+            "belongs to the run and the plan that were lost, and planned anew its rows would be "
+            f"given to other prompts. Restore {missing} from a copy of the run, or give the config "
+            "another output"
+        )
 
 
 def extend_run(
@@ -141,9 +187,20 @@ def extend_run(
     run: PreparedRun,
     progress: Callable[[PlanProgress], None] = lambda _progress: None,
 ) -> PreparedRun:
-    """Add the config's source as one more plan segment, unless it is the last segment's source."""
+    """Add the config's source as one more plan segment, unless it is the last segment's source.
+
+    Raises `DamagedObject` where units that it would plan were captured before.
+    """
     if is_last_source(config, run.segments):
         return run
+    remains = find_remains(objects, run.num_units)
+    if remains is not None:
+        missing = f"{keys.plan_prefix(len(run.segments))}{MANIFEST}"
+        raise DamagedObject(
+            f"{missing} is missing at {objects.url}, though {remains} is there, of a unit beyond "
+            f"the {run.num_units} that are planned: planned anew its rows would be given to other "
+            f"prompts. Restore {missing} from a copy of the run, or give the config another output"
+        )
     config = with_unit_size(config, run.manifest.frozen)
     segment = write_plan(
         objects, config, run_id=run.manifest.run_id, before=run.segments, progress=progress

@@ -1,4 +1,4 @@
-"""What may be removed: attempts that lost, old snapshots, and what killed processes left behind.
+"""What may be removed: attempts and plans that lost, old snapshots, what killed processes left.
 
 An attempt is garbage only if its unit has a commit, that commit names another attempt, and no
 repair of the unit is announced and still open. So an attempt that is merely slow can never commit
@@ -17,22 +17,31 @@ from store import keys
 from store.commit import committed_units, read_commit
 from store.errors import ObjectNotFound, RunError
 from store.objects.local import LocalStore
-from store.objects.protocol import ObjectStore
+from store.objects.protocol import ObjectInfo, ObjectStore
+from store.plan import MANIFEST as PLAN_MANIFEST
+from store.plan import read_manifest
 from store.snapshot import latest_snapshot, snapshot_names
 
 KEPT_SNAPSHOTS = 2
 STALE_SECONDS = 24 * 3600.0
+_PLAN_NAME = re.compile(r"plan/(\d{4,})/[^/]+")
 _DATA_NAME = re.compile(r"data/(\d{8,})/([^/]+)/(.+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """A folder whose objects nothing refers to; `unit` is None for a snapshot."""
+    """A folder whose objects nothing refers to, or the object of that name; data have a `unit`."""
 
     prefix: str
     objects: int
     bytes: int
     unit: int | None = None
+
+    def names(self, objects: ObjectStore) -> list[str]:
+        """Return the names of its objects."""
+        if not self.prefix.endswith("/"):
+            return [self.prefix]
+        return [info.name for info in objects.list(self.prefix)]
 
 
 @dataclass(slots=True)
@@ -58,11 +67,11 @@ def collect_garbage(objects: ObjectStore, *, delete: bool = False, threads: int 
     report = GcReport(deleted=delete)
     report.garbage += _lost_attempts(objects)
     report.garbage += _old_snapshots(objects)
+    report.garbage += _unnamed_plan_files(objects)
     if delete:
         with ThreadPoolExecutor(threads, thread_name_prefix="gc") as pool:
             for one in report.garbage:
-                names = [info.name for info in objects.list(one.prefix)]
-                list(pool.map(objects.delete, names))
+                list(pool.map(objects.delete, one.names(objects)))
     if isinstance(objects, LocalStore):
         report.temporary_files = objects.stale_temporaries(
             time.time() - STALE_SECONDS, delete=delete
@@ -129,3 +138,23 @@ def _old_snapshots(objects: ObjectStore) -> Iterator[Garbage]:
         prefix = f"{keys.SNAPSHOTS}{name}/"
         found = list(objects.list(prefix))
         yield Garbage(prefix, len(found), sum(info.bytes for info in found))
+
+
+def _unnamed_plan_files(objects: ObjectStore) -> Iterator[Garbage]:
+    """Yield files of segments that have a manifest which does not name them.
+
+    A segment without one may be in the middle of being planned: its files are left alone.
+    """
+    found: dict[int, list[ObjectInfo]] = {}
+    for info in objects.list(keys.PLAN):
+        if match := _PLAN_NAME.fullmatch(info.name):
+            found.setdefault(int(match[1]), []).append(info)
+    for segment, files in sorted(found.items()):
+        prefix = keys.plan_prefix(segment)
+        if not any(info.name == prefix + PLAN_MANIFEST for info in files):
+            continue
+        manifest = read_manifest(objects, segment)
+        named = {prefix + file.name for file in (*manifest.prompts, *manifest.units)}
+        for info in sorted(files, key=lambda info: info.name):
+            if info.name not in named and info.name != prefix + PLAN_MANIFEST:
+                yield Garbage(info.name, 1, info.bytes)

@@ -67,6 +67,12 @@ def read_segments(objects: ObjectStore) -> list[PlanManifest]:
         manifests = [read_manifest(objects, number) for number in numbers]
     except CannotList:
         manifests = list(_leading_segments(objects))
+    first = manifests[0] if manifests else None
+    if first is not None and (first.segment, first.first_unit, first.first_prompt) != (0, 0, 0):
+        raise DamagedObject(
+            f"{FIRST_MANIFEST} is missing, though plan segment {first.segment} is there: restore "
+            "it from a copy of the run; run `attnstore verify`"
+        )
     for before, after in pairwise(manifests):
         if (after.first_unit, after.first_prompt) != (
             before.first_unit + before.num_units,

@@ -2,13 +2,14 @@
 
 Holds one file's worth of prompts at a time, so a segment may have any number of them. Never knows
 a model or a tokenizer. Files stay small (about four million tokens), because a worker that takes up
-a unit reads the file that holds its prompts.
+a unit reads the file that holds its prompts. A file's name has the SHA-256 of its bytes in it: two
+writers of one segment never write each other's files, whichever of them gets the manifest.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,7 @@ from store.run_format import PlanFile, PlanInput, PlanManifest
 PROMPTS_PER_FILE = 100_000
 TOKENS_PER_FILE = 4 << 20
 UNITS_PER_FILE = 1 << 20
+_NAMED_DIGITS = 32
 
 
 class SegmentWriter:
@@ -42,15 +44,18 @@ class SegmentWriter:
         """Write one more file of prompts: `PROMPT_FIELDS`, then any metadata columns."""
         _check_columns(prompts, PROMPT_FIELDS)
         _hash_prompts(self._digest, prompts)
-        name = f"prompts-{len(self._files):05d}.parquet"
-        self._files.append(self._write(name, prompts))
+        self._files.append(self._write(f"prompts-{len(self._files):05d}", prompts))
         self._num_prompts += prompts.num_rows
 
     def finish(
-        self, units: pa.Table, inputs: Sequence[PlanInput] = (), plan_hash: str | None = None
+        self,
+        units: pa.Table,
+        inputs: Sequence[PlanInput] = (),
+        planned: Callable[[], None] = lambda: None,
     ) -> PlanManifest:
         """Write the units (`UNIT_FIELDS`, covering the prompts in order) and the manifest.
 
+        `planned` is called when all but the manifest is written, and may refuse it.
         Raises `FormatError` if the units do not fit the prompts or another plan holds the segment.
         """
         _check_columns(units, UNIT_FIELDS)
@@ -58,7 +63,7 @@ class SegmentWriter:
         for name in UNIT_FIELDS.names:
             self._digest.update(np.ascontiguousarray(units[name].to_numpy(), "<i8").tobytes())
         unit_files = [
-            self._write(f"units-{number:05d}.parquet", units.slice(start, UNITS_PER_FILE))
+            self._write(f"units-{number:05d}", units.slice(start, UNITS_PER_FILE))
             for number, start in enumerate(range(0, units.num_rows, UNITS_PER_FILE))
         ]
         manifest = PlanManifest(
@@ -69,12 +74,13 @@ class SegmentWriter:
             num_tokens=num_tokens,
             first_unit=first_unit,
             num_units=units.num_rows,
-            plan_hash=plan_hash or self._digest.hexdigest(),
+            plan_hash=self._digest.hexdigest(),
             inputs=list(inputs),
             prompts=self._files,
             units=unit_files,
         )
         self._objects.sync(self._prefix)
+        planned()
         return self._created(manifest)
 
     def _created(self, manifest: PlanManifest) -> PlanManifest:
@@ -85,16 +91,18 @@ class SegmentWriter:
             if existing.plan_hash != manifest.plan_hash or existing.run_id != self._run_id:
                 raise FormatError(
                     f"plan segment {self._segment} holds another plan "
-                    f"({existing.plan_hash[:12]}, this one is {manifest.plan_hash[:12]}); "
-                    "use another run location"
+                    f"({existing.plan_hash[:12]}, this one is {manifest.plan_hash[:12]}), made by "
+                    "another driver at the same time; nothing of it was changed. Run the same "
+                    "command again to go on from it"
                 ) from None
             return existing
         return manifest
 
-    def _write(self, name: str, table: pa.Table) -> PlanFile:
+    def _write(self, stem: str, table: pa.Table) -> PlanFile:
         sink = pa.BufferOutputStream()
         pq.write_table(table, sink, compression="zstd", row_group_size=16_384)
         data = sink.getvalue()
+        name = f"{stem}-{hashlib.sha256(data).hexdigest()[:_NAMED_DIGITS]}.parquet"
         self._objects.put(self._prefix + name, [data])
         checksum = hex_crc32c(crc32c(data))
         return PlanFile(name=name, bytes=len(data), crc32c=checksum, rows=table.num_rows)
@@ -108,13 +116,12 @@ def write_segment(
     prompts: pa.Table,
     units: pa.Table,
     inputs: Sequence[PlanInput] = (),
-    plan_hash: str | None = None,
 ) -> PlanManifest:
     """Write one segment whose prompts are at hand as one table, and return its manifest."""
     writer = SegmentWriter(objects, run_id=run_id, segment=segment)
     for start in range(0, prompts.num_rows, PROMPTS_PER_FILE):
         writer.add_prompts(prompts.slice(start, PROMPTS_PER_FILE))
-    return writer.finish(units, inputs, plan_hash)
+    return writer.finish(units, inputs)
 
 
 def _hash_prompts(digest: hashlib._Hash, prompts: pa.Table) -> None:

@@ -14,10 +14,14 @@ from typing import Any
 import pytest
 import yaml
 
+import jobs.driver
+import jobs.ray_pool
+import jobs.worker
 from jobs.config import RunConfig
 from jobs.config_file import parse_config
 from tests.jobs.driven import Driven
 from tests.jobs.fake_worker import FAULTS
+from tests.jobs.local_pool import LocalPool
 
 
 def _may_mount() -> bool:
@@ -161,3 +165,22 @@ def engine_config(
         return path
 
     return write
+
+
+class NoMetrics:
+    """There is no Ray to export them."""
+
+    def __init__(self, run_id: str) -> None: ...
+
+    def set(self, snapshot: Any) -> None: ...
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch, driven: Driven) -> Driven:
+    """Runs configs with the fake worker in this process."""
+    monkeypatch.setattr(jobs.ray_pool, "RayPool", LocalPool)
+    monkeypatch.setattr(jobs.ray_pool, "connect", lambda *_arguments, **_options: None)
+    monkeypatch.setattr(jobs.ray_pool, "disconnect", lambda: None)
+    monkeypatch.setattr(jobs.driver, "RunMetrics", NoMetrics)
+    monkeypatch.setattr(jobs.worker, "_leave_soon", lambda: None)
+    return driven

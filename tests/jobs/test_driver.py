@@ -9,7 +9,6 @@ import shutil
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,24 +37,6 @@ from store.snapshot import find_committed
 from store.verify import verify_run
 from tests.jobs.driven import TEXTS, Driven, names, statuses
 from tests.jobs.local_pool import LocalPool
-
-
-class NoMetrics:
-    """There is no Ray to export them."""
-
-    def __init__(self, run_id: str) -> None: ...
-
-    def set(self, snapshot: Any) -> None: ...
-
-
-@pytest.fixture
-def drive(monkeypatch: pytest.MonkeyPatch, driven: Driven) -> Driven:
-    monkeypatch.setattr(jobs.ray_pool, "RayPool", LocalPool)
-    monkeypatch.setattr(jobs.ray_pool, "connect", lambda *_arguments, **_options: None)
-    monkeypatch.setattr(jobs.ray_pool, "disconnect", lambda: None)
-    monkeypatch.setattr(jobs.driver, "RunMetrics", NoMetrics)
-    monkeypatch.setattr(jobs.worker, "_leave_soon", lambda: None)
-    return driven
 
 
 def test_a_unit_none_of_whose_prompts_survives_is_quarantined(drive: Driven) -> None:

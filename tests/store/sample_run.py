@@ -17,7 +17,7 @@ from store.codec import DTYPES, Codec
 from store.commit import CommitResult, commit_unit
 from store.geometry import ArrayGeometry
 from store.objects.protocol import ObjectStore
-from store.plan import PROMPT_FIELDS, UNIT_FIELDS
+from store.plan import PROMPT_FIELDS, UNIT_FIELDS, read_manifest
 from store.plan_writer import write_segment
 from store.run_format import (
     ArrayRecord,
@@ -245,6 +245,12 @@ def plan_tables(lengths: list[list[int]]) -> dict[str, pa.Table]:
         schema=UNIT_FIELDS,
     )
     return {"prompts": prompts, "units": units}
+
+
+def plan_file(objects: ObjectStore, kind: str, place: int = 0, segment: int = 0) -> str:
+    """Return the name of a plan's file of `prompts` or `units`."""
+    files = getattr(read_manifest(objects, segment), kind)
+    return f"{keys.plan_prefix(segment)}{files[place].name}"
 
 
 def sample_units(shape: SampleShape, lengths: list[list[int]], seed: int = 7) -> list[SampleUnit]:

@@ -18,7 +18,7 @@ from store.objects.local import LocalStore
 from store.objects.obstore_store import ObstoreStore
 from store.run import Run
 from store.snapshot import find_committed, write_snapshot
-from tests.store.sample_run import RUN_ID, SampleShape, write_run
+from tests.store.sample_run import RUN_ID, SampleShape, plan_file, write_run
 from tests.store.test_snapshot import put_commits, small_commit
 
 SHAPE = SampleShape()
@@ -67,10 +67,11 @@ def test_a_first_read_asks_for_each_object_once_and_for_no_more(tmp_path) -> Non
     objects = Remote(LocalStore(tmp_path))
     got = Run(objects, ReadOptions()).read("z", prompt=1, layer=0, head=0)
     assert np.array_equal(got.values, unit.arrays["z"][0, 5:, 0])
-    assert sorted(objects.asked) == sorted(
+    asked = sorted(objects.asked)
+    assert asked == sorted(
         [
             "run.json", "model.json", ">p", "plan/0000/manifest.json", "commits/>",
-            keys.commit_key(0), "plan/0000/prompts-00000.parquet",
+            keys.commit_key(0), plan_file(objects, "prompts"),
             f"{keys.attempt_prefix(0, 'a0')}z/c/0/0/0/0",
         ]
     )  # fmt: skip
@@ -121,10 +122,11 @@ def test_with_a_snapshot_the_commit_comes_with_the_tables(tmp_path) -> None:
     objects.meeting = threading.Barrier(4)
     run._index.begin(2)
     objects.meeting.wait(30)
-    assert sorted(objects.asked) == [
-        keys.commit_key(1), "plan/0000/prompts-00000.parquet", "plan/0000/units-00000.parquet",
-    ]  # fmt: skip
     objects.meeting = None
+    local = LocalStore(tmp_path)
+    assert sorted(objects.asked) == [
+        keys.commit_key(1), plan_file(local, "prompts"), plan_file(local, "units"),
+    ]  # fmt: skip
     assert run.read("z", prompt=2).sizes["pos"] == 4
     assert len(objects.asked) == len(set(objects.asked))
 
@@ -229,7 +231,7 @@ def test_rows_that_contradict_the_plan_are_never_given_out(tmp_path) -> None:
 def test_a_table_that_could_not_be_read_is_asked_for_again(tmp_path) -> None:
     objects = LocalStore(tmp_path)
     write_run(objects, SHAPE, [[5, 3]])
-    name = "plan/0000/prompts-00000.parquet"
+    name = plan_file(objects, "prompts")
     whole = objects.get(name, max_bytes=1 << 30)
     objects.put(name, [whole[:-1]])
     run = Run(Remote(objects), ReadOptions())

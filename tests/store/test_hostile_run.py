@@ -20,7 +20,7 @@ from store.run_format import Commit
 from store.sealed_json import seal, unseal
 from store.snapshot import find_committed
 from store.verify import verify_run
-from tests.store.sample_run import RUN_ID, SampleShape, write_run
+from tests.store.sample_run import RUN_ID, SampleShape, plan_file, write_run
 
 LENGTHS = [[30, 0, 7]]
 KEY = keys.commit_key(0)
@@ -151,7 +151,7 @@ def test_chunk_sizes_that_lie_are_refused(tmp_path):
 
 
 def test_objects_larger_than_stated_are_not_read(run, tmp_path):
-    path = tmp_path / "run" / "plan/0000/prompts-00000.parquet"
+    path = tmp_path / "run" / plan_file(run, "prompts")
     assert path.exists()
     with path.open("ab") as file:
         file.truncate(1 << 34)

@@ -16,7 +16,14 @@ from store.parquet_file import write_parquet
 from store.plan import MANIFEST, read_manifest
 from store.sealed_json import MAX_JSON_BYTES
 from store.verify import verify_run
-from tests.store.sample_run import SampleShape, capture, make_unit, plan_tables, write_run
+from tests.store.sample_run import (
+    SampleShape,
+    capture,
+    make_unit,
+    plan_file,
+    plan_tables,
+    write_run,
+)
 
 LENGTHS = [[3, 4, 5], [6, 0, 7], [8, 9], [2, 1]]
 PREFIX = keys.plan_prefix(0)
@@ -54,7 +61,7 @@ def damaged(objects: ObstoreStore, name: str, how: str) -> Iterator[None]:
 @pytest.mark.parametrize("how", DAMAGES)
 def test_one_prompts_file_is_one_problem(objects, how):
     for file, rows in enumerate(["0 to 2", "3 to 5", "6 to 8", "9 to 9"]):
-        name = f"{PREFIX}prompts-{file:05d}.parquet"
+        name = plan_file(objects, "prompts", file)
         with damaged(objects, name, how):
             (problem,) = verify_run(objects, deep=True).problems
             assert problem.name == name
@@ -67,7 +74,7 @@ def test_one_prompts_file_is_one_problem(objects, how):
 @pytest.mark.parametrize("how", DAMAGES)
 def test_one_units_file_is_one_problem(objects, how):
     for file in range(4):
-        name = f"{PREFIX}units-{file:05d}.parquet"
+        name = plan_file(objects, "units", file)
         with damaged(objects, name, how):
             for deep in (False, True):
                 (problem,) = verify_run(objects, deep=deep).problems
@@ -82,8 +89,8 @@ def test_what_the_other_files_say_is_still_held_against_the_commits(objects):
     capture(objects, shape, make_unit(shape, 3, 8, [1, 2], seed=1), "a1", repair=1)
     capture(objects, shape, make_unit(shape, 9, 40, [1], seed=1))
     with (
-        damaged(objects, f"{PREFIX}prompts-00000.parquet", "flipped"),
-        damaged(objects, f"{PREFIX}units-00001.parquet", "flipped"),
+        damaged(objects, plan_file(objects, "prompts"), "flipped"),
+        damaged(objects, plan_file(objects, "units", 1), "flipped"),
     ):
         found = [(one.unit, one.message) for one in verify_run(objects, deep=True).problems]
     assert sorted(message for unit, message in found if unit is not None) == [
