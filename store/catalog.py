@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from numpy.typing import NDArray
 
 from store import keys
 from store.errors import ObjectNotFound, RunError
+from store.objects.local import LocalStore
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
 from store.run import Run, open_run
@@ -72,15 +75,26 @@ def open_catalog(url: str, options: Mapping[str, Any] | None = None) -> Catalog:
     """Return the runs under `url`, found by listing for their `run.json`.
 
     What lies inside a large run is passed over, other objects below `url` are not: point it at a
-    folder of runs, not at a bucket of other things. Raises `RunError` for more than 10,000 runs.
+    folder of runs, not at a bucket of other things. In a local folder links to runs are found too,
+    but none inside of a run. Raises `RunError` for more than 10,000 runs.
     """
     root = url.rstrip("/")
     entries: list[CatalogEntry] = []
-    for folder in _run_folders(open_store(url, options)):
+    objects = open_store(url, options)
+    for folder in chain(_run_folders(objects), _linked_runs(objects)):
         entries.append(CatalogEntry(folder or ".", f"{root}/{folder}" if folder else root))
         if len(entries) > MAX_RUNS:
             raise RunError(f"more than {MAX_RUNS} runs under {url}; open a folder further down")
     return Catalog(sorted(entries, key=lambda entry: entry.name), options)
+
+
+def _linked_runs(objects: ObjectStore) -> Iterator[str]:
+    """Yield the links to runs that lie at the top of a local folder which is no run itself."""
+    top = Path(objects.url)
+    if isinstance(objects, LocalStore) and top.is_dir() and not (top / keys.RUN).is_file():
+        for one in top.iterdir():
+            if one.is_symlink() and (one / keys.RUN).is_file():
+                yield one.name
 
 
 def _run_folders(objects: ObjectStore) -> Iterator[str]:

@@ -82,6 +82,10 @@ class ObjectExists(StoreError, FileExistsError):
     """A create-only put met an object that is already there."""
 
 
+class NotAFile(DamagedObject, StoreError):
+    """A link or a pipe stands in a run where a file or a folder should: it is not followed."""
+
+
 class CannotList(StoreError):
     """This back end serves objects by name only (a plain web server)."""
 

@@ -6,11 +6,15 @@ wins. Folders are flushed by `create` at once and for plain puts by `sync`, once
 once an object. Temporary files live in `.tmp/`, whose name no object can have. A process that is
 killed leaves its temporary file there and nothing else.
 
+Nothing below the root is reached through a link (`store.objects.real_folders`), and nothing but a
+regular file is read: a link or a pipe is listed under its name and can be deleted, no more.
+
 It never knows what the objects mean.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import stat
@@ -20,15 +24,16 @@ from pathlib import Path
 
 from typing_extensions import Buffer
 
-from store.errors import DamagedObject, ObjectExists, ObjectNotFound, RunError, StoreError
+from store.errors import DamagedObject, NotAFile, ObjectExists, ObjectNotFound, RunError, StoreError
 from store.keys import checked_name
 from store.objects.protocol import ByteRange, ObjectInfo
+from store.objects.real_folders import RealFolders, opened_folder, refuse_link
 
 TEMPORARY_FOLDER = ".tmp"
 _FOLDER_TRIES = 20
-_FOLDERS_REMEMBERED = 4096
-"""A run of a million units has more folders than a writer's memory should hold names."""
 _MAX_GATHERED = min(os.sysconf("SC_IOV_MAX"), 1024)
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""A pipe opened so never waits for its other end."""
 _GATHERED_BYTES = 1 << 18
 """Buffers of so much go into one call: fewer bytes than a core's cache keeps, many for a call."""
 
@@ -41,7 +46,7 @@ class LocalStore:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = os.path.abspath(os.fspath(root))
-        self._made: set[str] = set()
+        self._folders = RealFolders(self._root)
 
     @property
     def url(self) -> str:
@@ -101,9 +106,10 @@ class LocalStore:
     def size(self, name: str) -> int:
         """Return the file's size."""
         with self._reported(name):
-            found = os.stat(self._path(name))
-            if not stat.S_ISREG(found.st_mode):
-                raise ObjectNotFound(f"{self._root}: {name} is a folder, not an object")
+            path = self._path(name)
+            self._folders.check(os.path.dirname(path))
+            found = os.lstat(path)
+            self._require_file(name, found.st_mode)
             return found.st_size
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
@@ -111,20 +117,26 @@ class LocalStore:
         if prefix and not prefix.endswith("/"):
             raise ValueError(f"a prefix is a folder ending in a slash, got {prefix!r}")
         folder = self._path(prefix[:-1]) if prefix else self._root
-        yield from _walk(folder, prefix, after)
+        with self._reported(prefix), suppress(FileNotFoundError, NotADirectoryError):
+            self._folders.check(folder)
+            yield from _walk(folder, prefix, after)
 
     def delete(self, name: str) -> None:
         """Remove the file, and the folders that this leaves empty below the root."""
         path = self._path(name)
-        with suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(path)
         folder = os.path.dirname(path)
+        with (
+            self._reported(name),
+            suppress(FileNotFoundError, NotADirectoryError),
+            opened_folder(self._root, folder) as descriptor,
+        ):
+            os.unlink(os.path.basename(path), dir_fd=descriptor)
         while len(folder) > len(self._root):
             try:
                 os.rmdir(folder)
             except OSError:
                 return
-            self._made.discard(folder)
+            self._folders.forget(folder)
             folder = os.path.dirname(folder)
 
     def sync(self, prefix: str) -> None:
@@ -133,6 +145,7 @@ class LocalStore:
         if not os.path.isdir(folder):
             return
         with self._reported(prefix):
+            self._folders.check(folder)
             for path, _, _ in os.walk(folder, topdown=False):
                 with suppress(FileNotFoundError):
                     _sync_folder(path)
@@ -141,12 +154,20 @@ class LocalStore:
     def stale_temporaries(self, before: float, *, delete: bool = False) -> int:
         """Count temporary files not written to since `before` (seconds since 1970); may delete."""
         found = 0
-        with suppress(FileNotFoundError):
-            for entry in os.scandir(os.path.join(self._root, TEMPORARY_FOLDER)):
-                if entry.stat().st_mtime < before:
+        folder = os.path.join(self._root, TEMPORARY_FOLDER)
+        with (
+            self._reported(TEMPORARY_FOLDER),
+            suppress(FileNotFoundError),
+            opened_folder(self._root, folder) as descriptor,
+            os.scandir(descriptor) as entries,
+        ):
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and status.st_mtime < before:
                     found += 1
                     if delete:
-                        _remove_quietly(entry.path)
+                        with suppress(OSError):
+                            os.unlink(entry.name, dir_fd=descriptor)
         return found
 
     def _path(self, name: str) -> str:
@@ -166,14 +187,28 @@ class LocalStore:
             failure.errno = error.errno
             raise failure from error
 
+    def _require_file(self, name: str, mode: int) -> None:
+        if stat.S_ISLNK(mode):
+            raise refuse_link(self._path(name))
+        if stat.S_ISDIR(mode):
+            raise ObjectNotFound(f"{self._root}: {name} is a folder, not an object")
+        if not stat.S_ISREG(mode):
+            raise NotAFile(f"{self._root}: {name} is a pipe or a device, not a file; delete it")
+
     @contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
         with self._reported(name):
-            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+            path = self._path(name)
+            self._folders.check(os.path.dirname(path))
+            try:
+                descriptor = os.open(path, _READ)
+            except OSError as error:
+                if error.errno in (errno.ELOOP, errno.EMLINK):
+                    raise refuse_link(path) from error
+                raise
             try:
                 found = os.fstat(descriptor)
-                if not stat.S_ISREG(found.st_mode):
-                    raise ObjectNotFound(f"{self._root}: {name} is a folder, not an object")
+                self._require_file(name, found.st_mode)
                 yield descriptor, found.st_size
             finally:
                 os.close(descriptor)
@@ -190,20 +225,16 @@ class LocalStore:
                 place()
                 return
             except FileNotFoundError:
-                self._made.discard(folder)
+                self._folders.forget(folder)
         raise StoreError(f"{folder} is removed again and again while it is written to")
 
     def _make_folder(self, folder: str) -> None:
-        if folder not in self._made:
-            try:
-                os.makedirs(folder, exist_ok=True)
-            except (FileNotFoundError, NotADirectoryError) as error:
-                failure = StoreError(f"cannot make the folder {folder}: {error.strerror}")
-                failure.errno = error.errno
-                raise failure from error
-            if len(self._made) >= _FOLDERS_REMEMBERED:
-                self._made.clear()
-            self._made.add(folder)
+        try:
+            self._folders.make(folder)
+        except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+            failure = StoreError(f"cannot make the folder {folder}: {error.strerror}")
+            failure.errno = error.errno
+            raise failure from error
 
     def _write_temporary(self, parts: Iterable[Buffer]) -> str:
         folder = os.path.join(self._root, TEMPORARY_FOLDER)
@@ -235,7 +266,10 @@ def _walk(folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
     except (FileNotFoundError, NotADirectoryError):
         return
     # A folder sorts by its name with the slash that follows it in its objects' names.
-    names = {entry.name + "/" if entry.is_dir() else entry.name: entry for entry in entries}
+    names = {
+        entry.name + "/" if entry.is_dir(follow_symlinks=False) else entry.name: entry
+        for entry in entries
+    }
     for name in sorted(names):
         entry, whole = names[name], prefix + name
         if name.startswith(".") or (whole <= after and not after.startswith(whole)):
@@ -244,7 +278,7 @@ def _walk(folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
             yield from _walk(entry.path, whole, after)
         elif whole > after:
             with suppress(FileNotFoundError):
-                yield ObjectInfo(whole, entry.stat().st_size)
+                yield ObjectInfo(whole, entry.stat(follow_symlinks=False).st_size)
 
 
 def _write_gathered(descriptor: int, parts: Iterable[Buffer]) -> None:

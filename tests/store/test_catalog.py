@@ -44,6 +44,16 @@ def test_lists_and_opens_runs(folder) -> None:
     assert len(open_catalog(str(folder / "other" / "deep" / "plan"))) == 0
 
 
+def test_links_to_runs_are_runs_and_links_inside_of_a_run_are_not(folder, tmp_path) -> None:
+    (tmp_path / "chosen").mkdir()
+    (tmp_path / "chosen" / "alias").symlink_to(folder / "float32")
+    (tmp_path / "chosen" / "nothing").symlink_to(tmp_path / "gone")
+    assert open_catalog(str(tmp_path / "chosen"))["alias"].read("z", prompt="p0").sizes["pos"] == 40
+    assert list(open_catalog(str(tmp_path / "chosen"))) == ["alias"]
+    (folder / "bfloat16" / "inner").symlink_to(folder / "float32")
+    assert list(open_catalog(str(folder / "bfloat16"))) == ["."]
+
+
 @pytest.mark.parametrize("url", ["local", "memory", "fsspec"])
 def test_the_inside_of_a_large_run_is_passed_over(url, tmp_path, monkeypatch) -> None:
     objects = {

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from store.errors import ObjectExists, ObjectNotFound, StoreError
-from store.objects import local
+from store.objects import local, real_folders
 from store.objects.local import LocalStore
 from tests.store.sample_run import SampleShape, capture, make_unit
 
@@ -144,11 +144,11 @@ def test_folders_removed_by_another_process_are_made_again(tmp_path):
 
 
 def test_a_writer_of_many_folders_does_not_remember_them_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "_FOLDERS_REMEMBERED", 8)
+    monkeypatch.setattr(real_folders, "FOLDERS_REMEMBERED", 8)
     store = LocalStore(tmp_path)
     for folder in range(50):
         store.put(f"data/{folder:08d}/a/x", [b"1"])
-        assert len(store._made) <= 8
+        assert len(store._folders) <= 8
     assert len(list(store.list(""))) == 50
 
 
