@@ -1,4 +1,4 @@
-"""A folder that is there only once what fills it has succeeded. Knows nothing of what that is."""
+"""Folders that stay only if what fills them succeeds. Knows nothing of what that is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,22 @@ from pathlib import Path
 def new_folder(target: Path) -> Iterator[None]:
     """Make a folder and its missing parents; take away what was made where the body fails.
 
-    Parents that hold something else by then stay. Raises `FileExistsError` if `target` is there.
+    Raises `FileExistsError` if `target` is there.
+    """
+    with new_parents(target):
+        target.mkdir()
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(target, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def new_parents(target: Path) -> Iterator[None]:
+    """Make the missing parents of a path; take away those made where the body fails.
+
+    Those that hold something else by then stay.
     """
     missing = [folder for folder in target.parents if not folder.exists()]
     made: list[Path] = []
@@ -21,14 +36,8 @@ def new_folder(target: Path) -> Iterator[None]:
             with suppress(FileExistsError):  # Another was quicker: not ours to take away.
                 folder.mkdir()
                 made.insert(0, folder)
-        target.mkdir()
-    except BaseException:
-        _remove_empty(made)
-        raise
-    try:
         yield
     except BaseException:
-        shutil.rmtree(target, ignore_errors=True)
         _remove_empty(made)
         raise
 

@@ -8,6 +8,7 @@ Draws without a display and without pyplot's global state.
 
 from __future__ import annotations
 
+import io
 import logging
 import warnings
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.ft2font import FT2Font
 from numpy.typing import NDArray
+
+from store.new_folder import new_parents
 
 MAX_LABELS = 64
 MAX_LABEL_CHARACTERS = 14
@@ -70,12 +73,14 @@ def draw_pattern(pattern: xr.DataArray, path: str | Path, *, model: str) -> Path
         title += f"   {nans} of {values_QK.size} entries are NaN (orange)"
     with mpl.rc_context({"font.family": _families(), "svg.fonttype": "none"}):
         figure = _figure(values_QK, queries, keys, pattern, title)
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        drawn = io.BytesIO()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing from font")
             canvas: Any = FigureCanvasAgg(figure)
-            canvas.print_png(str(target), metadata={"Title": title})
+            canvas.print_png(drawn, metadata={"Title": title})
+    target = Path(path)
+    with new_parents(target):
+        target.write_bytes(drawn.getvalue())
     return target
 
 

@@ -77,6 +77,13 @@ def test_an_infinity_does_not_hide_the_other_entries(tmp_path) -> None:
     assert share_of(image, picture._COLOURS[-1]) > 20_000
 
 
+def test_a_picture_that_cannot_be_written_leaves_no_folder(tmp_path) -> None:
+    for name in ("a/b/" + "n" * 300 + ".png", "a/b/c/.."):
+        with pytest.raises(OSError, match=r"too long|directory"):
+            draw_pattern(pattern(["a"]), tmp_path / name, model="m")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tokens_are_made_visible() -> None:
     assert visible_token(" the") == "·the"
     assert visible_token("\n\t") == "↵⇥"
