@@ -200,6 +200,7 @@ def commit_captured_unit(
         repair=task.repair,
         first_prompt=task.first_prompt,
         model_crc32c=model_crc32c,
+        plan_hash=task.plan_hash,
         prompts=_outcomes(task, layout, reasons),
         arrays=arrays,
         objects=sorted(records, key=lambda record: record.name),

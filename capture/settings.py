@@ -157,6 +157,8 @@ class UnitTask:
     those; how a bad prompt is found, with `CaptureEngine.prompts_finished(unit)` as its witness."""
     max_tokens: int | None = None
     """At most so many tokens after each prompt, where the settings say more; for trials."""
+    plan_hash: str | None = None
+    """That of the plan segment which the prompts were read from."""
 
 
 class UnitStatus(StrEnum):

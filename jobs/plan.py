@@ -25,10 +25,11 @@ from jobs.sources import PromptSource
 from jobs.unit_size import unit_packer
 from store.objects.protocol import ObjectStore
 from store.plan import PROMPT_FIELDS, UNIT_FIELDS, read_prompt_file, read_units
+from store.plan_contents import READER_COLUMNS
 from store.plan_writer import PROMPTS_PER_FILE, TOKENS_PER_FILE, SegmentWriter
 from store.run_format import PlanInput, PlanManifest
 
-RESERVED_COLUMNS = frozenset([*PROMPT_FIELDS.names, "status", "reason", "unit"])
+RESERVED_COLUMNS = frozenset([*PROMPT_FIELDS.names, *READER_COLUMNS])
 
 
 @dataclass(slots=True)

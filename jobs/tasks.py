@@ -52,6 +52,7 @@ class TaskReader:
             prompts=tuple(prompts),
             batch_prompts=order.batch_prompts,
             repair=order.repair,
+            plan_hash=manifest.plan_hash,
         )
 
     def first_prompts(self, count: int) -> list[np.ndarray]:

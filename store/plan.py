@@ -17,6 +17,7 @@ from store import keys
 from store.errors import CannotList, DamagedObject, FormatError, ObjectNotFound
 from store.objects.protocol import ObjectStore
 from store.parquet_file import read_parquet
+from store.plan_contents import coverage_problem, prompts_problem, units_problem
 from store.run_format import PlanFile, PlanManifest
 from store.sealed_json import MAX_JSON_BYTES
 
@@ -103,12 +104,31 @@ def read_prompts(
 
     Every file is read and checked whole; the columns decide what stays in memory.
     """
-    return _read_table(objects, manifest, manifest.prompts, columns, without)
+    tables = [_read_prompts(objects, manifest, file, columns, without) for file in manifest.prompts]
+    return join_tables(tables)
 
 
 def read_units(objects: ObjectStore, manifest: PlanManifest) -> pa.Table:
-    """Return a segment's units in order."""
-    return _read_table(objects, manifest, manifest.units, None)
+    """Return a segment's units in order.
+
+    Raises `FormatError` where they do not follow one another or do not cover its prompts.
+    """
+    prefix, start, tables = keys.plan_prefix(manifest.segment), manifest.first_unit, []
+    for file in manifest.units:
+        table = read_parquet(objects, prefix, file)
+        _refuse(units_problem(table, UNIT_FIELDS, range(start, start + file.rows)), prefix, file)
+        tables.append(table)
+        start += file.rows
+    whole = join_tables(tables or [UNIT_FIELDS.empty_table()])
+    if whole.num_rows != manifest.num_units:
+        raise FormatError(
+            f"plan segment {manifest.segment} has {whole.num_rows} units, its manifest says "
+            f"{manifest.num_units}; run `attnstore verify`"
+        )
+    problem = coverage_problem(whole, manifest.first_prompt, manifest.num_prompts)
+    if problem is not None:
+        raise FormatError(f"plan segment {manifest.segment} {problem}; run `attnstore verify`")
+    return whole
 
 
 def read_prompt_range(
@@ -178,16 +198,24 @@ def read_prompt_file(
     objects: ObjectStore, manifest: PlanManifest, place: int, columns: Sequence[str] | None = None
 ) -> pa.Table:
     """Return the prompts of the segment's file number `place`."""
-    prefix = keys.plan_prefix(manifest.segment)
-    return read_parquet(objects, prefix, manifest.prompts[place], columns)
+    return _read_prompts(objects, manifest, manifest.prompts[place], columns)
 
 
-def _read_table(
+def _read_prompts(
     objects: ObjectStore,
     manifest: PlanManifest,
-    files: Sequence[PlanFile],
+    file: PlanFile,
     columns: Sequence[str] | None,
     without: Sequence[str] = (),
 ) -> pa.Table:
     prefix = keys.plan_prefix(manifest.segment)
-    return join_tables([read_parquet(objects, prefix, file, columns, without) for file in files])
+    table = read_parquet(objects, prefix, file, columns, without)
+    read = PROMPT_FIELDS.names if columns is None else columns
+    due = [field for field in PROMPT_FIELDS if field.name in read and field.name not in without]
+    _refuse(prompts_problem(table, pa.schema(due)), prefix, file)
+    return table
+
+
+def _refuse(problem: str | None, prefix: str, file: PlanFile) -> None:
+    if problem is not None:
+        raise FormatError(f"{prefix}{file.name} {problem}; run `attnstore verify`")

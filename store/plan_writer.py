@@ -20,6 +20,7 @@ from store.checksum import crc32c, hex_crc32c
 from store.errors import FormatError, ObjectExists
 from store.objects.protocol import ObjectStore
 from store.plan import MANIFEST, PROMPT_FIELDS, UNIT_FIELDS, read_manifest
+from store.plan_contents import PlanDigest
 from store.run_format import PlanFile, PlanInput, PlanManifest
 
 PROMPTS_PER_FILE = 100_000
@@ -36,14 +37,14 @@ class SegmentWriter:
         self._run_id = run_id
         self._segment = segment
         self._prefix = keys.plan_prefix(segment)
-        self._digest = hashlib.sha256()
+        self._digest = PlanDigest()
         self._files: list[PlanFile] = []
         self._num_prompts = 0
 
     def add_prompts(self, prompts: pa.Table) -> None:
         """Write one more file of prompts: `PROMPT_FIELDS`, then any metadata columns."""
         _check_columns(prompts, PROMPT_FIELDS)
-        _hash_prompts(self._digest, prompts)
+        self._digest.add_prompts(prompts)
         self._files.append(self._write(f"prompts-{len(self._files):05d}", prompts))
         self._num_prompts += prompts.num_rows
 
@@ -60,8 +61,7 @@ class SegmentWriter:
         """
         _check_columns(units, UNIT_FIELDS)
         first_unit, first_prompt, num_tokens = _check_units(units, self._num_prompts)
-        for name in UNIT_FIELDS.names:
-            self._digest.update(np.ascontiguousarray(units[name].to_numpy(), "<i8").tobytes())
+        self._digest.add_units(units, UNIT_FIELDS.names)
         unit_files = [
             self._write(f"units-{number:05d}", units.slice(start, UNITS_PER_FILE))
             for number, start in enumerate(range(0, units.num_rows, UNITS_PER_FILE))
@@ -122,19 +122,6 @@ def write_segment(
     for start in range(0, prompts.num_rows, PROMPTS_PER_FILE):
         writer.add_prompts(prompts.slice(start, PROMPTS_PER_FILE))
     return writer.finish(units, inputs)
-
-
-def _hash_prompts(digest: hashlib._Hash, prompts: pa.Table) -> None:
-    """Feed ids, token ids and reasons; independent of how Parquet stores them."""
-    for batch in prompts.select(["prompt_id", "token_ids", "plan_reason"]).to_batches(4096):
-        ids, reasons = batch.column(0).to_pylist(), batch.column(2).to_pylist()
-        tokens = batch.column(1)
-        offsets = tokens.offsets.to_numpy()
-        values = tokens.values.to_numpy(zero_copy_only=False).astype("<i4")
-        for place, (prompt_id, reason) in enumerate(zip(ids, reasons, strict=True)):
-            own = values[offsets[place] : offsets[place + 1]]
-            digest.update(repr((prompt_id, len(own), reason)).encode())
-            digest.update(own.tobytes())
 
 
 def _check_columns(table: pa.Table, fields: pa.Schema) -> None:

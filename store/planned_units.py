@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from store.generated import GENERATED
 from store.plan import UNIT_FIELDS
-from store.run_format import Commit, Outcome
+from store.run_format import Commit, Outcome, PlanManifest
 
 _NO_UNITS = UNIT_FIELDS.empty_table()
 _SLICE = re.compile(r"(-?\d{1,9})?:(-?\d{1,9})?")
@@ -41,6 +41,7 @@ class PlannedUnits:
     """See `kept_positions`."""
     unread: Sequence[range] = ()
     """Units that are planned in files which could not be read."""
+    segments: Sequence[PlanManifest] = ()
 
     @classmethod
     def of(
@@ -49,12 +50,13 @@ class PlannedUnits:
         tokens: Sequence[FileTokens] = (),
         kept: slice | None = None,
         unread: Sequence[range] = (),
+        segments: Sequence[PlanManifest] = (),
     ) -> PlannedUnits:
         """Return the units of the plan's tables, in plan order."""
         names = ("unit", "first_prompt", "num_prompts")
         whole = pa.concat_tables([table.select(names) for table in tables] or [_NO_UNITS])
         unit, first, count = (np.asarray(whole[name].to_numpy(), np.int64) for name in names)
-        return cls(unit, first, count, tokens, kept, unread)
+        return cls(unit, first, count, tokens, kept, unread, segments)
 
     def contradictions(
         self, commit: Commit, generated: Mapping[int, int] | None = None
@@ -63,6 +65,8 @@ class PlannedUnits:
 
         `generated` says how many tokens each place's prompt was given, where that was read.
         """
+        if problem := plan_contradiction(commit, self.segments):
+            yield problem
         place = int(np.searchsorted(self.unit, commit.unit))
         if place == len(self.unit) or self.unit[place] != commit.unit:
             if not any(commit.unit in units for units in self.unread):
@@ -92,6 +96,22 @@ class PlannedUnits:
             low = max(0, -offset)
             for at, tokens in enumerate(file.num_tokens[low : num_prompts - offset].tolist(), low):
                 yield offset + at, tokens
+
+
+def plan_contradiction(commit: Commit, segments: Sequence[PlanManifest]) -> str | None:
+    """Return how a commit is of another plan than its unit's segment is now, or None."""
+    if commit.plan_hash is None:
+        return None
+    place = bisect_right(segments, commit.unit, key=lambda one: one.first_unit) - 1
+    if place < 0 or commit.unit >= segments[place].first_unit + segments[place].num_units:
+        return None
+    segment = segments[place]
+    if segment.plan_hash == commit.plan_hash:
+        return None
+    return (
+        f"was captured from a plan of hash {commit.plan_hash[:12]}, plan segment "
+        f"{segment.segment} has the hash {segment.plan_hash[:12]}: its rows are of other prompts"
+    )
 
 
 def kept_positions(config: Mapping[str, Any]) -> slice | None:

@@ -340,6 +340,8 @@ class Commit(Document):
     first_prompt: Count
     model_crc32c: Hex32 | None = None
     """The fingerprint of model.json; the first runs of version 1 have none."""
+    plan_hash: Annotated[str, Field(max_length=128)] | None = None
+    """That of the segment whose prompts were captured; the first runs of version 1 have none."""
     prompts: PromptOutcomes
     arrays: list[ArrayRecord]
     objects: list[ObjectRecord]

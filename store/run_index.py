@@ -30,7 +30,7 @@ from store.generated import Continuation
 from store.objects.protocol import ObjectStore
 from store.plan import FIRST_MANIFEST, read_segments
 from store.plan_tables import PlanTables, PromptTokens
-from store.planned_units import row_contradiction
+from store.planned_units import plan_contradiction, row_contradiction
 from store.run_format import Commit, ModelManifest, Outcome, PlanManifest
 from store.sealed_json import MAX_JSON_BYTES
 from store.selection import integer
@@ -310,7 +310,12 @@ class RunIndex:
     def commit(self, unit: int) -> Commit | None:
         """Return the commit that counts for a unit, or None while there is none."""
         name = self._committed.key(unit)
-        return None if name is None else self._commits.get(name)
+        if name is None:
+            return None
+        commit = self._commits.get(name)
+        if problem := plan_contradiction(commit, self._plan.segments):
+            raise FormatError(f"{name} {problem}; run `attnstore verify`")
+        return commit
 
     def summaries(self, units: Iterable[int]) -> dict[int, UnitSummary]:
         """Return a summary of each of these units that is committed.

@@ -22,7 +22,7 @@ from store.packed_pattern import num_entries
 from store.run_format import LayerSemantics, ModelManifest, Site
 from store.shard import encode_shard
 from store.verify import verify_run
-from tests.store.sample_run import RUN_ID, SampleShape, write_manifests
+from tests.store.sample_run import RUN_ID, SampleShape, plan_hash_of, write_manifests
 
 LENGTHS = [300, 20]
 TASK = UnitTask(0, "a0", 0, tuple(PromptTask(np.arange(n, dtype=np.int32)) for n in LENGTHS))
@@ -86,10 +86,12 @@ def test_what_the_ranks_report_becomes_a_unit_that_is_read_and_verified(tmp_path
     fewer = [replace(reports[0], objects=reports[0].objects[1:]), *reports[1:]]
     with pytest.raises(RowsMissing, match="were due"):
         commit_captured_unit(objects, shape, TASK, LAYOUT, {}, fewer, {})
+    task = replace(TASK, plan_hash=plan_hash_of(objects, 0))
     result, commit = commit_captured_unit(
-        objects, shape, TASK, LAYOUT, {}, reports, {}, model_crc32c=MODEL.fingerprint
+        objects, shape, task, LAYOUT, {}, reports, {}, model_crc32c=MODEL.fingerprint
     )
     assert result.won
+    assert commit.plan_hash == task.plan_hash is not None
     assert commit.model_crc32c == MODEL.fingerprint
     assert all(array.tags for array in commit.arrays)
     assert verify_run(objects, deep=True).problems == []

@@ -111,6 +111,7 @@ class FakeEngine:
             attempt=task.attempt,
             repair=task.repair,
             first_prompt=task.first_prompt,
+            plan_hash=task.plan_hash,
             prompts=PromptOutcomes(
                 outcome=outcomes,
                 first_row=first_rows,

@@ -82,6 +82,9 @@ def test_a_segment_added_while_a_driver_waited_is_followed_by_its_own(
     assert [one.num_prompts for one in read_segments(objects)] == [12, 5, 9]
     assert set(statuses(more).values()) == {("stored", None)}
     assert verify_run(objects, deep=True).ok
+    stated = [read_commit(objects, key).plan_hash for key in committed_units(objects).values()]
+    due = [[one.plan_hash] * one.num_units for one in read_segments(objects)]
+    assert stated == [one for segment in due for one in segment]
 
 
 def test_a_driver_that_is_taken_over_while_it_extends_leaves_the_others_segment(

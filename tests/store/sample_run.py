@@ -17,7 +17,7 @@ from store.codec import DTYPES, Codec
 from store.commit import CommitResult, commit_unit
 from store.geometry import ArrayGeometry
 from store.objects.protocol import ObjectStore
-from store.plan import PROMPT_FIELDS, UNIT_FIELDS, read_manifest
+from store.plan import PROMPT_FIELDS, UNIT_FIELDS, read_manifest, read_segments
 from store.plan_writer import write_segment
 from store.run_format import (
     ArrayRecord,
@@ -135,6 +135,7 @@ def write_unit(
         repair=repair,
         first_prompt=sample.first_prompt,
         model_crc32c=model_manifest(shape).fingerprint,
+        plan_hash=plan_hash_of(objects, sample.unit),
         arrays=arrays,
         objects=records,
         prompts=PromptOutcomes(
@@ -245,6 +246,14 @@ def plan_tables(lengths: list[list[int]]) -> dict[str, pa.Table]:
         schema=UNIT_FIELDS,
     )
     return {"prompts": prompts, "units": units}
+
+
+def plan_hash_of(objects: ObjectStore, unit: int) -> str | None:
+    """Return the hash of the plan segment that has a unit; None where none has."""
+    for one in read_segments(objects):
+        if one.first_unit <= unit < one.first_unit + one.num_units:
+            return one.plan_hash
+    return None
 
 
 def plan_file(objects: ObjectStore, kind: str, place: int = 0, segment: int = 0) -> str:
