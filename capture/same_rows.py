@@ -52,11 +52,26 @@ class Verdict:
         return max(self, other, key=lambda one: (bool(one.fault), one.error, bool(one.where)))
 
 
-def head_errors(got_LHTD: Array, want_LHTD: Array) -> Array:
-    """Return each head's root mean square difference over that of what is wanted, [L, H]."""
+def matched(got_LHTD: Array, want_LHTD: Array) -> tuple[Array, Array]:
+    """Return both as float32, with 0 where both hold NaN or the same infinity.
+
+    A probe may mark rows that it does not know by NaN; those are the same rows, and differences of
+    the others are looked for as if there were none.
+    """
     got, want = got_LHTD.astype(np.float32), want_LHTD.astype(np.float32)
+    alike = np.isnan(got) & np.isnan(want) | np.isinf(want) & (got == want)
+    return (np.where(alike, 0, got), np.where(alike, 0, want)) if alike.any() else (got, want)
+
+
+def head_errors(got_LHTD: Array, want_LHTD: Array) -> Array:
+    """Return each head's root mean square difference over that of what is wanted, [L, H].
+
+    Infinite where a value is NaN or infinite in one of them only.
+    """
+    got, want = matched(got_LHTD, want_LHTD)
     size_LH = np.sqrt((want**2).mean(axis=(2, 3))) + 1e-12
-    error_LH = np.sqrt(((got - want) ** 2).mean(axis=(2, 3))) / size_LH
+    with np.errstate(invalid="ignore"):
+        error_LH = np.sqrt(((got - want) ** 2).mean(axis=(2, 3))) / size_LH
     return np.where(np.isfinite(error_LH), error_LH, np.inf)
 
 
@@ -84,10 +99,15 @@ def same_rows(
     found = largest(what, layers, heads, got_LHTD, want_LHTD)
     bar = min(max(TOLERANCE[dtype], NOISE_FACTOR * noise), HIGHEST_BAR[dtype])
     error_LH = head_errors(got_LHTD, want_LHTD)
+    got, want = matched(got_LHTD, want_LHTD)
+    torn = ~np.isfinite(got - want)
+    if torn.any():
+        count = int(torn.sum())
+        fault = f"{count} values are NaN or infinite in one of them and not in the other"
+        return Verdict(np.inf, found.where, fault)
     exact = dtype == "float32"
     if exact and found.error > bar:
         return Verdict(found.error, found.where, f"{bar:.2g} is allowed")
-    got, want = got_LHTD.astype(np.float32), want_LHTD.astype(np.float32)
     for layer, head in np.argwhere(error_LH > bar):
         own = float(error_LH[layer, head])
         where = f"{what}, layer {layers[layer]}, head {heads[head]}"

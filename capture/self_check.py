@@ -167,9 +167,9 @@ def _compare(
         if can_mix:
             mixed_LHTD = _mixed(facts.model.layers, layers, heads, one)
             found = largest(f"prompt {place}", layers, heads["z"], mixed_LHTD, one["z"])
-            mixed = mixed.worse(found)
+            mixed = mixed.worse(found).worse(_finite(place, layers, heads["z"], one["z"]))
     allowed = MIXED_TOLERANCE[facts.model.dtype]
-    if not mixed.error <= allowed:
+    if not mixed.fault and not mixed.error <= allowed:
         mixed = replace(mixed, fault=f"{allowed:.2g} is allowed")
     for what, verdict in (
         ("rows depend on what a prompt is batched with", batched),
@@ -204,6 +204,16 @@ def _compare(
         reference=reference,
         reference_at=reference_at,
     )
+
+
+def _finite(place: int, layers: Sequence[int], heads: Sequence[int], z_LHTD: np.ndarray) -> Verdict:
+    """Judge whether a model's z are numbers: one that overflows compares equal to itself."""
+    broken = np.argwhere(~np.isfinite(z_LHTD.astype(np.float32)).all(axis=(2, 3)))
+    if not len(broken):
+        return Verdict()
+    layer, head = broken[0]
+    where = f"prompt {place}, layer {layers[layer]}, head {heads[head]}"
+    return Verdict(np.inf, where, "the model's z is NaN or infinite there")
 
 
 def _stored_places(commit: Commit) -> list[int]:

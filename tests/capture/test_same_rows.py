@@ -112,3 +112,41 @@ def test_rows_that_do_not_differ_are_said_to_be_somewhere_too() -> None:
     same = Verdict(0.0, "z of prompt 0, layer 0, head 0")
     assert Verdict().worse(same) == same
     assert same.worse(Verdict(0.0, "z of prompt 1, layer 0, head 0")) == same
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("mark", [np.nan, np.inf, -np.inf])
+def test_rows_that_are_marked_as_unknown_in_both_are_the_same(dtype: str, mark: float) -> None:
+    want = values()
+    got = noisy(want, TOLERANCE[dtype] / 4)
+    for one in (got, want):
+        one[:, :, :40] = mark
+        one[1, 2] = mark
+    found = judge(got, want, dtype)
+    assert found.fault == ""
+    assert 0 < found.error < TOLERANCE[dtype]
+    assert judge(np.full_like(want, mark), np.full_like(want, mark), dtype) == judge(
+        np.zeros_like(want), np.zeros_like(want), dtype
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("ours", "theirs"), [(np.nan, 0.0), (0.0, np.nan), (np.inf, -np.inf)])
+def test_rows_that_are_unknown_in_one_of_them_only_are_said_to_be(
+    dtype: str, ours: float, theirs: float
+) -> None:
+    want = values()
+    got = want.copy()
+    got[1, 2, 5, 0], want[1, 2, 5, 0] = ours, theirs
+    found = judge(got, want, dtype)
+    assert np.isinf(found.error)
+    assert "NaN or infinite" in found.fault
+    assert "layer 3, head 2" in found.where
+
+
+def test_exchanged_rows_are_found_beside_unknown_ones() -> None:
+    want = values()
+    want[:, :, :20] = np.nan
+    got = want.copy()
+    got[0, :, [24, 40]] = got[0, :, [40, 24]]
+    assert judge(got, want).fault in ("row 24 is rather row 40", "row 40 is rather row 24")
