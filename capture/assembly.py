@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -43,6 +44,8 @@ class RankReport:
     rows: dict[str, int] = field(default_factory=dict)
     """Site -> rows that the ledger proved, summed over layers."""
     error: str | None = None
+    store_failed: bool = False
+    """Whether it was the store that failed, not the unit."""
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -178,9 +181,15 @@ class Assembly:
                 timings[stage] = timings.get(stage, 0.0) + seconds
             for site, count in part.rows.items():
                 rows[site] = rows.get(site, 0) + count
-        error = next((part.error for part in parts if part.error is not None), None)
-        if error is not None:
-            return RankReport(key, self.rank, error=error, timings=timings)
+        failed = first_failed(parts)
+        if failed is not None:
+            return RankReport(
+                key,
+                self.rank,
+                error=failed.error,
+                store_failed=failed.store_failed,
+                timings=timings,
+            )
         objects = [record for part in parts for record in part.objects]
         return RankReport(
             key,
@@ -190,6 +199,15 @@ class Assembly:
             rows=rows,
             timings=timings,
         )
+
+
+Report = TypeVar("Report", PartReport, RankReport)
+
+
+def first_failed(reports: Sequence[Report]) -> Report | None:
+    """Return the report whose error is told: the first, the unit's own before the store's."""
+    failed = [report for report in reports if report.error is not None]
+    return min(failed, key=lambda report: report.store_failed, default=None)
 
 
 def spread(weights: Sequence[int], num_bins: int) -> list[int]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from capture.adapters.vllm_config import total_query_heads
 from capture.adapters.vllm_engine import Finished, StepEngine, start_engine
-from capture.assembly import RankReport
+from capture.assembly import RankReport, first_failed
 from capture.attention_layers import merge_semantics
 from capture.commit_unit import CaptureShape, commit_captured_unit
 from capture.engine_clock import EngineClock, stage_seconds
@@ -36,6 +36,7 @@ from capture.settings import (
     UnitTask,
 )
 from store.codec import DTYPES
+from store.errors import is_store_trouble
 from store.generated import Continuation
 from store.objects.open import open_store
 from store.packed_pattern import num_entries
@@ -352,8 +353,9 @@ class CaptureEngine:
         reports = [unit.reports[rank] for rank in sorted(unit.reports)]
         timings = stage_seconds(reports, spent)
         seconds = time.monotonic() - unit.started
-        failed = next((report for report in reports if report.error is not None), None)
+        failed = first_failed(reports)
         error, rank = (failed.error, failed.rank) if failed is not None else (None, None)
+        store_failed = failed is not None and failed.store_failed
         if error is None:
             started = time.monotonic()
             try:
@@ -371,6 +373,7 @@ class CaptureEngine:
             except Exception as refused:  # noqa: BLE001
                 # Policy: an attempt that cannot be committed has failed; the driver decides.
                 error, rank = traceback.format_exc(), getattr(refused, "rank", None)
+                store_failed = is_store_trouble(refused)
             else:
                 timings["commit"] = time.monotonic() - started
                 return UnitResult(
@@ -390,6 +393,7 @@ class CaptureEngine:
             status=UnitStatus.FAILED,
             error=error,
             rank=rank,
+            store_failed=store_failed,
             seconds=seconds,
             timings=timings,
         )

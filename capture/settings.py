@@ -180,6 +180,8 @@ class UnitResult:
     error: str | None = None
     rank: int | None = None
     """The rank that the error comes from, where it is one rank's."""
+    store_failed: bool = False
+    """Whether it was the store that failed, not the unit: its error's type, where it was raised."""
     stored: int = 0
     failed: int = 0
     tokens: int = 0

@@ -28,6 +28,7 @@ from capture.rows import Run, UnitLayout
 from capture.slabs import BITS_DTYPE, Entry, copy_rows
 from store.attempt import AttemptWriter
 from store.codec import Codec
+from store.errors import is_store_trouble
 from store.geometry import ArrayGeometry
 from store.objects.protocol import ObjectStore
 from store.run_format import ObjectRecord
@@ -96,6 +97,8 @@ class PartReport:
     rows: dict[str, int] = field(default_factory=dict)
     """Site -> rows that the ledger proved, summed over layers."""
     error: str | None = None
+    store_failed: bool = False
+    """Whether it was the store that failed, not the unit."""
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -165,10 +168,14 @@ class _Unit:
         self.chunk_sizes: dict[str, np.ndarray] = {}
         self.rows: dict[str, int] = {}
         self.error: str | None = None
+        self.store_failed = False
         self.timings = {"copy": 0.0, "encode": 0.0, "put": 0.0}
 
-    def fail(self, error: str) -> None:
-        self.error = self.error or error
+    def fail(self, error: str, raised: Exception | None = None) -> None:
+        """Keep the first error; `raised` is set where placing or writing rows raised it."""
+        if self.error is None:
+            self.error = error
+            self.store_failed = raised is not None and is_store_trouble(raised)
         self.buffers.clear()
         self.patterns.clear()
 
@@ -213,9 +220,9 @@ class ShardLoop:
                         self._feed(unit, entry.tap, run, staged_GCgtD)
                     if self.taps[entry.tap].writes:
                         self._place_run(unit, entry.tap, run, staged_GCgtD)
-                except Exception:  # noqa: BLE001
+                except Exception as error:  # noqa: BLE001
                     # Policy: whatever goes wrong with a unit's rows fails that unit, with why.
-                    unit.fail(traceback.format_exc())
+                    unit.fail(traceback.format_exc(), error)
 
     def _feed(self, unit: _Unit, tap: int, run: Run, staged_GCgtD: np.ndarray) -> None:
         """Keep rows that a pattern is made of; make the patterns of prompts that are whole."""
@@ -337,12 +344,14 @@ class ShardLoop:
         if final is not None and unit.error is None:
             try:
                 self._settle(unit, final)
-            except Exception:  # noqa: BLE001
+            except Exception as raised:  # noqa: BLE001
                 # Policy: whatever goes wrong with a unit's rows fails that unit, with why.
-                unit.fail(traceback.format_exc())
+                unit.fail(traceback.format_exc(), raised)
         error = unit.error or self._first_missing(unit)
         if error is not None:
-            return PartReport(key, error=error, timings=unit.timings)
+            return PartReport(
+                key, error=error, store_failed=unit.store_failed, timings=unit.timings
+            )
         return PartReport(
             key,
             objects=tuple(unit.objects),

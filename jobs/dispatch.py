@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from capture.settings import UnitResult, UnitStatus
+from capture.settings import UnitResult
 from jobs.fleet import Counters, DispatchLimits, Ending, Phase, Worker
 from jobs.messages import (
     LossCause,
@@ -29,13 +29,13 @@ from jobs.messages import (
     WorkReport,
 )
 from jobs.policy import (
+    RESULTS,
     RULES,
     Event,
     ForRun,
     ForUnit,
     ForWorker,
     SameErrorGuard,
-    classify_failure,
 )
 from jobs.pool import WorkerPool
 from jobs.schedule import Schedule
@@ -282,10 +282,7 @@ class Dispatcher:
 
     def _result(self, number: WorkerId, order: UnitOrder, result: UnitResult, now: float) -> None:
         worker = self.workers[number]
-        event = {
-            UnitStatus.COMMITTED: Event.COMMITTED,
-            UnitStatus.SUPERSEDED: Event.SUPERSEDED,
-        }.get(result.status) or classify_failure(result.error)
+        event = RESULTS[result.status, result.store_failed]
         self._count(event)
         error = result.error or ""
         rule = RULES[event]

@@ -13,6 +13,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Final
 
+from capture.settings import UnitStatus
+
 
 class Event(StrEnum):
     """What can befall an attempt, a worker, or the run."""
@@ -142,15 +144,16 @@ def next_try(charges: int, max_attempts: int) -> Try:
     return Try.ALONE if charges < max_attempts else Try.ONE_BY_ONE
 
 
-_STORE_SIGNS = re.compile(
-    r"StoreError|No space left|ENOSPC|Read-only file system|Input/output error|Connection refused"
-    r"|Connection reset|timed out while (putting|getting)|ServiceUnavailable|SlowDown|GenericError"
+RESULTS: Final = MappingProxyType(
+    {
+        (UnitStatus.COMMITTED, False): Event.COMMITTED,
+        (UnitStatus.SUPERSEDED, False): Event.SUPERSEDED,
+        (UnitStatus.FAILED, False): Event.UNIT_FAILED,
+        (UnitStatus.FAILED, True): Event.STORE_FAILED,
+    }
 )
-
-
-def classify_failure(error: str | None) -> Event:
-    """Return what a failed attempt's error means: the store's doing, or the unit's."""
-    return Event.STORE_FAILED if error and _STORE_SIGNS.search(error) else Event.UNIT_FAILED
+"""What an attempt's result means: how it ended, and whether it was the store that failed. Who saw
+the error says so by its type; its text, which may quote anything, is for people."""
 
 
 def signature(error: str) -> str:

@@ -20,7 +20,7 @@ from jobs.messages import UnitOrder, WorkerFacts, WorkerSpec, WorkReport
 from jobs.tasks import TaskReader
 from store import keys
 from store.checks import SelfCheckFigures, self_check_key
-from store.errors import ObjectExists, RunError, StoreError
+from store.errors import ObjectExists, RunError, StoreError, is_store_trouble
 from store.objects.open import open_store
 
 if TYPE_CHECKING:
@@ -94,9 +94,14 @@ class CaptureWorker:
     def _admit(self, engine: CaptureEngine, order: UnitOrder) -> UnitResult | None:
         try:
             task = self._tasks.task(order)
-        except (RunError, StoreError, OSError):
-            error = traceback.format_exc(limit=-6)
-            return UnitResult(order.unit, order.attempt, UnitStatus.FAILED, error=error)
+        except (RunError, StoreError, OSError) as raised:
+            return UnitResult(
+                order.unit,
+                order.attempt,
+                UnitStatus.FAILED,
+                error=traceback.format_exc(limit=-6),
+                store_failed=is_store_trouble(raised),
+            )
         if order.batch_prompts:
             self._batched[order.unit] = 0
         engine.admit(task)

@@ -5,6 +5,8 @@ A message says what happened with its values, then what to do next.
 
 from __future__ import annotations
 
+import errno
+
 
 class RunError(Exception):
     """Something about a run is not as it must be."""
@@ -92,3 +94,28 @@ class CannotList(StoreError):
 
 class StoreNotAtomic(StoreError):
     """This back end lets two writers both win a create-only put."""
+
+
+_ABOUT_ONE_NAME = (ObjectNotFound, ObjectExists, CannotList, StoreNotAtomic)
+
+_TROUBLE = frozenset(
+    getattr(errno, name)
+    for name in (
+        "ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE", "ECONNREFUSED", "ECONNRESET",
+        "ECONNABORTED", "EPIPE", "ETIMEDOUT", "EHOSTUNREACH", "EHOSTDOWN", "ENETUNREACH",
+        "ENETDOWN",
+    )
+)  # fmt: skip
+
+
+def is_store_trouble(error: BaseException) -> bool:
+    """Return whether what was raised *while a store was used* says that the store is in trouble.
+
+    So is every `StoreError` but those that say what there is under a name or what a back end
+    cannot do at all, and an operating system's error of a full, broken or unreachable place. Goes
+    by type and errno, never by text: a message may quote anything.
+    """
+    if isinstance(error, StoreError):
+        return not isinstance(error, _ABOUT_ONE_NAME)
+    family = isinstance(error, RunError)
+    return isinstance(error, OSError) and not family and error.errno in _TROUBLE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 from examples.probes import last_row_entropy, output_norms
@@ -18,9 +19,9 @@ def norms(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, A
 
 
 def fails(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
-    """Raise on the first step that is longer than the trial, at layer 1."""
+    """Raise on the first step longer than the trial, at layer 1, in words of a failing store."""
     if layer == 1 and z.shape[0] > 3:
-        raise ArithmeticError("this probe does not like layer 1")
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "StoreError: this probe dislikes layer 1")
     return {"zero": z[..., 0] * 0}
 
 

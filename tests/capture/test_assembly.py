@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from capture.assembly import Assembly, RankReport
+from capture.assembly import Assembly, RankReport, first_failed
 from capture.errors import CaptureStalled
 from capture.lanes import Broken, process_lanes, serve, thread_lanes
 from capture.rows import Run, Span, UnitLayout, plan_step
@@ -197,6 +197,7 @@ def test_a_failing_put_fails_its_unit_alone(rank: Rank, tmp_path: Path) -> None:
     assert_whole(rank, whole, rank.seal(1))
     report = rank.seal(2)
     assert "FileExistsError" in report.error or "NotADirectoryError" in report.error
+    assert report.store_failed
     assert broken.total_rows == 6
     assert report.objects == ()
 
@@ -210,6 +211,22 @@ def test_rows_of_a_failed_unit_go_nowhere(rank: Rank) -> None:
     assert_whole(rank, kept, rank.seal(2))
     report = rank.seal(1)
     assert (report.error, report.objects) == ("as vLLM said", ())
+    assert not report.store_failed
+
+
+def test_an_error_that_only_quotes_a_failing_store_is_the_units_own(rank: Rank) -> None:
+    rank.open(1, [6])
+    rank.assembly.fail_unit(1, "store.errors.StoreError: Connection refused")
+    assert not rank.seal(1).store_failed
+
+
+def test_a_units_own_error_is_told_before_the_stores() -> None:
+    whole = RankReport(1, 0)
+    full = RankReport(1, 1, error="the disk is full", store_failed=True)
+    own = RankReport(1, 2, error="a probe raised")
+    assert first_failed([whole, full, own]) is own
+    assert first_failed([whole, full]) is full
+    assert first_failed([whole]) is None
 
 
 def test_a_message_that_a_writer_cannot_obey_is_an_error_not_a_silence() -> None:

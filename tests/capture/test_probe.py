@@ -66,7 +66,8 @@ def test_the_entropy_of_the_example_is_that_of_the_pattern(ranks: int, request) 
 def test_a_probe_that_raises_fails_its_units_with_its_traceback(tiny_qwen3_1) -> None:
     results = tiny_qwen3_1["failing probe"].results
     assert {result["status"] for result in results} == {"failed"}
-    assert all("ArithmeticError: this probe does not like layer 1" in r["error"] for r in results)
+    assert all("StoreError: this probe dislikes layer 1" in r["error"] for r in results)
+    assert not any(result["store_failed"] for result in results), "it is charged, not repeated"
     assert all("sample_probe.py" in result["error"] for result in results)
 
 

@@ -93,7 +93,10 @@ class FakeEngine:
     def _commit(self, task: UnitTask) -> UnitResult:
         error = self._faults.get("unit_error")
         if error and not self._over:
-            return UnitResult(task.unit, task.attempt, UnitStatus.FAILED, error=error)
+            store_failed = bool(self._faults.get("store_failed"))
+            return UnitResult(
+                task.unit, task.attempt, UnitStatus.FAILED, error=error, store_failed=store_failed
+            )
         if task.unit == self._faults.get("lie"):
             return UnitResult(task.unit, task.attempt, UnitStatus.COMMITTED)
         row, first_rows, counts, outcomes = 0, [], [], []

@@ -118,12 +118,12 @@ class FaultyPool:
         return messages.Reported(worker, messages.WorkReport(finished={order.unit: place + 1}))
 
     def _finished(self, worker: messages.WorkerId, order: messages.UnitOrder) -> messages.PoolEvent:
-        status, error = UnitStatus.COMMITTED, None
+        result = UnitResult(order.unit, order.attempt, UnitStatus.COMMITTED, stored=1)
         if self._chance.random() < 0.03:
-            status, error = UnitStatus.FAILED, "StoreError: busy"
+            status = UnitStatus.FAILED
+            result = UnitResult(order.unit, order.attempt, status, error="busy", store_failed=True)
         else:
             self.committed.setdefault(order.unit, []).append(order)
-        result = UnitResult(order.unit, order.attempt, status, error=error, stored=1)
         return messages.Reported(worker, messages.WorkReport(results=(result,)))
 
     def _kills(self, order: messages.UnitOrder) -> bool:

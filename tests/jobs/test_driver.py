@@ -57,9 +57,16 @@ def test_the_same_error_everywhere_stops_the_run(drive: Driven) -> None:
         drive(drive.config(TEXTS))
 
 
+def test_an_error_that_only_quotes_a_failing_store_is_charged_to_its_unit(drive: Driven) -> None:
+    drive.faults(unit_error="ConnectionRefusedError: [Errno 111] Connection refused")
+    with pytest.raises(RunStopped, match="fails the same way"):
+        drive(drive.config(TEXTS))
+    assert not drive.events("store failing")
+
+
 def test_a_store_that_fails_for_a_while_charges_nobody(drive: Driven, tmp_path: Path) -> None:
     gate = tmp_path / "mended"
-    drive.faults(unit_error="OSError: [Errno 28] No space left on device", unless_exists=str(gate))
+    drive.faults(unit_error="OSError: full", store_failed=True, unless_exists=str(gate))
 
     def mend(_event: str, **_fields: object) -> None:
         if len(drive.events("store failing")) == 2:
@@ -82,7 +89,7 @@ def test_a_unit_reported_done_without_a_commit_is_not_believed(drive: Driven) ->
 
 
 def test_a_store_that_never_recovers_ends_the_run_to_be_run_again(drive: Driven) -> None:
-    drive.faults(unit_error="StoreError: gone")
+    drive.faults(unit_error="StoreError: gone", store_failed=True)
     config = drive.config(TEXTS, workers={"store_patience_seconds": 3})
     with pytest.raises(RunInterrupted, match="the store has failed"):
         drive(config)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from capture.settings import UnitStatus
 from jobs.errors import ExitCode
 from jobs.policy import (
+    RESULTS,
     RULES,
     Event,
     ForRun,
@@ -13,7 +15,6 @@ from jobs.policy import (
     ForWorker,
     SameErrorGuard,
     Try,
-    classify_failure,
     next_try,
     signature,
 )
@@ -58,21 +59,24 @@ def test_a_unit_is_tried_together_then_alone_then_one_by_one() -> None:
     assert tries == [Try.TOGETHER, Try.ALONE, Try.ALONE, *[Try.ONE_BY_ONE] * 3]
 
 
-@pytest.mark.parametrize(
-    ("error", "event"),
-    [
-        ("OSError: [Errno 28] No space left on device", Event.STORE_FAILED),
-        ("store.errors.StoreError: put of data/x failed", Event.STORE_FAILED),
-        ("GenericError: Connection refused", Event.STORE_FAILED),
-        ("capture.errors.RowsMissing: 3 rows of rot_q are missing", Event.UNIT_FAILED),
-        ("ValueError: shapes", Event.UNIT_FAILED),
-        (None, Event.UNIT_FAILED),
-    ],
-)
-def test_errors_of_the_store_are_told_from_those_of_the_unit(
-    error: str | None, event: Event
+ANSWERS = [
+    (UnitStatus.COMMITTED, False, Event.COMMITTED),
+    (UnitStatus.SUPERSEDED, False, Event.SUPERSEDED),
+    (UnitStatus.FAILED, False, Event.UNIT_FAILED),
+    (UnitStatus.FAILED, True, Event.STORE_FAILED),
+]
+
+
+@pytest.mark.parametrize(("status", "store_failed", "event"), ANSWERS)
+def test_each_row_of_what_a_result_means(
+    status: UnitStatus, store_failed: bool, event: Event
 ) -> None:
-    assert classify_failure(error) is event
+    assert RESULTS[status, store_failed] is event
+
+
+def test_there_is_no_other_result() -> None:
+    assert set(RESULTS) == {row[:2] for row in ANSWERS}
+    assert {status for status, _ in RESULTS} == set(UnitStatus)
 
 
 def test_equal_errors_are_told_whatever_their_numbers() -> None:

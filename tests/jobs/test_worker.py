@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +154,19 @@ def test_a_plan_that_cannot_be_read_fails_the_unit_and_not_the_worker(
     (result,) = worker.work(order(0)).results
     assert result.status is UnitStatus.FAILED
     assert "DamagedObject" in str(result.error)
+    assert not result.store_failed
     assert worker.engine.in_flight == 0
+
+
+def test_a_plan_that_the_store_does_not_give_is_the_stores_failure(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(_order: UnitOrder) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(worker._tasks, "task", refuses)
+    (result,) = worker.work(order(0)).results
+    assert (result.status, result.store_failed) == (UnitStatus.FAILED, True)
 
 
 def test_only_a_self_check_that_passed_spares_the_next_worker_its_own(
