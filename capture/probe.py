@@ -20,7 +20,7 @@ from capture.attention_layers import LocalLayer
 from capture.errors import ProbeError
 from capture.probe_source import load_probe, probe_source
 from capture.rows import Span
-from store.run_format import Site
+from store.site_names import is_free
 
 TRIAL_ROWS = (3, 5)
 """Rows of the trial: the first that is not the number of heads, so that [heads, rows] shows."""
@@ -97,6 +97,40 @@ class Probe:
         return dict(answer)
 
 
+def check_name(path: str, name: object) -> None:
+    """Raise `ProbeError` for a name that no site of a probe may have."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ProbeError(
+            f"probe {path}: {name!r} cannot be a site's name; give 1 to 40 small letters, digits "
+            "and _, beginning with a letter"
+        )
+    if not is_free(name):
+        raise ProbeError(
+            f"probe {path}: {name!r} cannot be a site's name, since it means something else to a "
+            f"reader or in an export; call it {name.removeprefix('hook_')}_of_probe, for example"
+        )
+
+
+def check_names(path: str, sizes: tuple[int, int, int, int]) -> None:
+    """Try a probe on a CPU before an engine starts, for its names alone. Raises `ProbeError`.
+
+    `sizes`: query heads, KV heads, and the head sizes of q and k and of v. A probe that fails here
+    may need a GPU: the trial on the ranks judges it.
+    """
+    heads, kv_heads, size, v_size = sizes
+    shapes = ((heads, size), (kv_heads, size), (kv_heads, v_size), (heads, v_size))
+    count = next(number for number in TRIAL_ROWS if number != heads)
+    function = load_probe(path)
+    try:
+        with torch.no_grad():
+            rows = [torch.zeros(count, *shape) for shape in shapes]
+            answer = function(0, *rows, (Span(None, 0, 0, count),))
+    except Exception:  # noqa: BLE001 - what it needs may be there on the ranks only
+        return
+    for name in answer if isinstance(answer, dict) else ():
+        check_name(path, name)
+
+
 def _check_source(path: str, due: str | None) -> None:
     """Raise `ProbeError` where this rank would run another source than the run was made with."""
     if due is not None and (found := probe_source(path)) != due:
@@ -107,8 +141,7 @@ def _check_source(path: str, due: str | None) -> None:
 
 
 def _site(path: str, name: str, value: Any, due: tuple[int, int]) -> ProbeSite:
-    if not _NAME.fullmatch(name) or name in set(Site):
-        raise ProbeError(f"probe {path}: {name!r} cannot be a site's name")
+    check_name(path, name)
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
     if shape is None or shape[:2] != due or len(shape) > 3 or 0 in shape:
         raise ProbeError(

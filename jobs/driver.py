@@ -26,7 +26,7 @@ from jobs.fleet import DispatchLimits
 from jobs.messages import WorkerFacts, WorkerSpec
 from jobs.meter import Meter
 from jobs.metrics import RunMetrics
-from jobs.model_identity import check_chosen, check_supported
+from jobs.model_identity import check_chosen, check_probe, check_supported
 from jobs.owner import RunOwner
 from jobs.plan import PlanProgress
 from jobs.policy import Event
@@ -155,6 +155,7 @@ def _prepare(
 ) -> PreparedRun:
     check_supported(config.model, config.engine_settings())
     check_chosen(config.model, config.capture)
+    check_probe(config.model, config.capture)
 
     def planning(done: PlanProgress) -> None:
         log("planned so far", prompts=done.prompts, tokens=done.tokens, unusable=done.unusable)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from jobs.config import PatternMode, RunConfig
 from jobs.errors import QuotaExceeded, SourceError
 from jobs.estimate import Estimate, Rates, estimate
-from jobs.model_identity import attention_shape, check_chosen, check_supported
+from jobs.model_identity import attention_shape, check_chosen, check_probe, check_supported
 from jobs.plan import make_prompter, read_unit_table, refuse_repeated
 from jobs.prepare import PreparedRun, committed_mask, find_run
 from jobs.prompt_ids import PromptIds
@@ -32,6 +32,7 @@ def preview(config: RunConfig, rates: Rates) -> Estimate:
     """Return the estimate of what `attnstore run` would do now."""
     check_supported(config.model, config.engine_settings())
     check_chosen(config.model, config.capture)
+    check_probe(config.model, config.capture)
     location = config.location()
     objects = open_store(location.url, location.options)
     found = find_run(objects, config)

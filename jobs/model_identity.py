@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from capture.errors import UnsupportedModel, UnsupportedOption
+from capture.errors import ProbeError, UnsupportedModel, UnsupportedOption
+from capture.probe_source import load_probe
 from capture.refusals import refuse_model, refuse_options
 from capture.settings import EngineSettings
 from jobs.config import CaptureConfig, ModelConfig
@@ -183,3 +184,23 @@ def check_chosen(model: ModelConfig, capture: CaptureConfig) -> None:
             raise ConfigError(
                 f"capture.{key} names {unknown}, but {model.path} has {kind} 0 to {has - 1}"
             )
+
+
+def check_probe(model: ModelConfig, capture: CaptureConfig) -> None:
+    """Raise `ConfigError` for a probe that cannot be imported, or gives a site a taken name.
+
+    It is tried on a few rows of zeros of the model's own shape, where the model's config states it.
+    """
+    if capture.probe is None:
+        return
+    from capture.probe import check_names
+
+    try:
+        load_probe(capture.probe)
+        shape = attention_shape(model)
+        sizes = (shape.heads, shape.kv_heads, shape.head_size, shape.v_head_size)
+        check_names(capture.probe, sizes)
+    except ProbeError as error:
+        raise ConfigError(str(error)) from error
+    except ConfigError:
+        return

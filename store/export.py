@@ -28,7 +28,7 @@ from numpy.typing import DTypeLike
 from store.errors import ExportRefused, PackageMissing, RunError
 from store.new_folder import new_folder
 from store.selection import Choice, integer
-from store.site_names import REBUILT, resolve
+from store.site_names import EXPORT_NAMES, REBUILT, resolve
 
 if TYPE_CHECKING:
     from store.run import Run
@@ -136,8 +136,16 @@ class _Part:
         """Refuse what the kind has no place for. Raises `ExportRefused`, or `SiteNotFound`."""
         if isinstance(self.selection.sites, str):
             raise ExportRefused(f"sites={self.selection.sites!r}: give a list of sites")
+        taken = EXPORT_NAMES[kind.value]
+        if kind is ExportKind.HF_DATASET:
+            taken |= set(self.run.prompts.column_names)
         for site in self.sites:
             named = resolve(site, self.run.sites)
+            if site in taken:
+                raise ExportRefused(
+                    f"{kind} cannot hold the site {site!r} beside what it calls {site} itself; "
+                    "name other sites, or export to another kind"
+                )
             if kind not in (ExportKind.ZARR, ExportKind.ICECHUNK):
                 continue
             if named.site in REBUILT:

@@ -34,7 +34,7 @@ from store.run_format import LayerSemantics, ModelManifest, RunManifest, Site
 from store.run_index import Prompt, RunIndex, StoredPrompt, is_one_prompt, looking
 from store.sealed_json import MAX_JSON_BYTES
 from store.selection import Choice, select
-from store.site_names import REBUILT, NamedSite, SiteName, resolve
+from store.site_names import REBUILT, SCORES, NamedSite, SiteName, resolve
 from store.unit_arrays import PromptArray, UnitArrays
 
 if TYPE_CHECKING:
@@ -414,7 +414,7 @@ class Run(AcrossPrompts):
         by_place: bool,
         topk: int | None = None,
     ) -> xr.DataArray:
-        self._resolve(named.site)
+        resolve(named.site, [site for site in self.sites or tuple(Site) if site != SCORES])
         index = self._index
         attention = self._attention(named, index.stored(prompt), choices, by_place=by_place)
         tokens = _token_axis(index, attention.arrays[0])

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -35,6 +35,33 @@ _TAILS: dict[str, str] = {
     "pattern": Site.PATTERN.value,
     "attn_scores": SCORES,
 }
+EXPORT_NAMES: Final[Mapping[str, frozenset[str]]] = {
+    "numpy": frozenset({"token_ids", "file", "allow_pickle"}),
+    "safetensors": frozenset({"token_ids"}),
+    "zarr": frozenset({"prompt", "pos"}),
+    "icechunk": frozenset({"prompt", "pos"}),
+    "hf-dataset": frozenset({"token_ids", "tokens"}),
+}
+"""What an export of a kind holds beside sites, or cannot name (the arguments of `np.savez`)."""
+
+_LABELS = frozenset(
+    {
+        "prompt", "layer", "head", "kv_head", "pos", "query_pos", "key_pos", "d_head", "row",
+        "token", "query_token", "key_token", "top", "value", "position", "worker",
+        "prompt_id", "num_tokens", "status", "reason", "text",
+    }
+)  # fmt: skip
+"""Dimensions and coordinates of labelled arrays, keys of batches, columns of the prompts table."""
+
+RESERVED: Final = frozenset().union(Site, REBUILT, _TAILS, _LABELS, *EXPORT_NAMES.values())
+"""Names that mean something else to a reader, so that nobody's own site may have them."""
+
+
+def is_free(name: str) -> bool:
+    """Return whether a site of a user's own may have this name."""
+    return name not in RESERVED and not name.startswith("hook_")
+
+
 _HOOK = re.compile(r"blocks\.(?P<layer>\d+)\.attn\.hook_(?P<tail>\w+)")
 
 SiteName = str | tuple[str, int] | Site
@@ -64,7 +91,8 @@ def resolve(name: SiteName, captured: Collection[str]) -> NamedSite:
     """Return what `name` means in a run that captured these sites.
 
     Takes `z`, `blocks.12.attn.hook_z`, `hook_z`, and `("z", 12)`. Raises `SiteNotFound` naming the
-    nearest names, or saying why a rotary model's `q` is not here.
+    nearest names, saying why a rotary model's `q` is not here, or for the name of a captured site
+    that means something else too (runs of before such names were refused may hold one).
     """
     if isinstance(name, tuple):
         parts: tuple[Any, ...] = name
@@ -73,6 +101,12 @@ def resolve(name: SiteName, captured: Collection[str]) -> NamedSite:
         inner = resolve(name[0], captured)
         return NamedSite(inner.site, int(name[1]))
     text = str(name)
+    if text in captured and (text == SCORES or text.startswith("hook_")):
+        raise SiteNotFound(
+            f"a site of this run's probe is called {text!r}, which means something else to a "
+            "reader; its arrays can be opened as Zarr, data/<unit>/<attempt>/"
+            f"{text}. Attention scores are run.scores(...) or hook_attn_scores"
+        )
     match = _HOOK.fullmatch(text)
     layer = int(match["layer"]) if match else None
     tail = match["tail"] if match else text.removeprefix("hook_").removeprefix("attn.hook_")

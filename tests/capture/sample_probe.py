@@ -7,6 +7,19 @@ from typing import Any
 
 from examples.probes import last_row_entropy, output_norms
 
+NAME = "mine"
+"""What `named` calls its site."""
+
+
+def named(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
+    """Return a site of a name that a test chooses."""
+    return {NAME: z.float().norm(dim=-1)}
+
+
+def no_cpu(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
+    """Refuse what does not lie on a GPU."""
+    raise NotImplementedError("not on a CPU")
+
 
 def norms(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
     """What the examples give, and z with its layer's number added, in another type."""

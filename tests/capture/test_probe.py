@@ -8,7 +8,7 @@ import torch
 
 from capture.attention_layers import LocalLayer
 from capture.errors import ProbeError
-from capture.probe import Probe
+from capture.probe import Probe, check_names
 from capture.probe_source import probe_source
 from capture.rows import Span
 from tests.capture import sample_probe
@@ -117,3 +117,17 @@ def test_heads_before_rows_are_refused_in_a_step_too() -> None:
     probe._function = sample_probe.heads_first
     with pytest.raises(ProbeError, match="z_norm at layer 0"):
         probe(0, [torch.ones(6, 4, 8) for _ in range(4)], [Span(None, 0, 0, 6)])
+
+
+@pytest.mark.parametrize("name", ["scores", "token_ids", "file", "prompt", "q", "z", "hook_mine"])
+def test_a_name_that_means_something_else_is_refused_by_name(name: str) -> None:
+    sample_probe.NAME = name
+    with pytest.raises(ProbeError, match=f"'{name}' cannot be a site's name"):
+        make("named")
+    with pytest.raises(ProbeError, match=f"'{name}' cannot be a site's name"):
+        check_names("tests.capture.sample_probe:named", (4, 2, 8, 8))
+
+
+def test_a_trial_for_names_leaves_other_faults_to_the_ranks() -> None:
+    for probe in ("no_cpu", "wrong_rows", "norms"):
+        check_names(f"tests.capture.sample_probe:{probe}", (4, 2, 8, 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import shutil
 import sys
@@ -13,10 +14,16 @@ from typing import Any
 import pytest
 
 from jobs.config import ModelConfig, RunConfig
+from jobs.driver import RunOptions
+from jobs.driver import run as run_job
+from jobs.dry_run import preview
 from jobs.errors import ConfigError
+from jobs.estimate import Rates
+from jobs.event_log import EventLog
 from jobs.local_files import BLOCK_BYTES, MIN_BLOCKS, STRETCH_BYTES, WHOLE_BYTES, blocks, sample
 from jobs.model_identity import content
 from jobs.prepare import create_run, find_run, frozen_fields, read_manifest
+from jobs.progress import progress_view
 from store import keys
 from store.errors import FrozenFieldChanged
 from store.objects.open import open_store
@@ -188,3 +195,18 @@ def test_a_tokenizer_elsewhere_and_a_model_of_one_file_count_too(tmp_path: Path)
     found.add(content(model))
     assert len(found) == 3
     assert content(ModelConfig(path="some/hub-name")) is None
+
+
+def test_a_name_that_is_taken_is_refused_before_anything_starts(
+    make_config: Configs, write_prompts: Prompts, probe_folder: Path
+) -> None:
+    write(
+        probe_folder / "frozen_named.py", PROBE.replace("'zn'", "'scores'").replace("FACTOR", "1")
+    )
+    config = make_config(write_prompts(["w1"]), capture={"probe": "frozen_named:norms"})
+    with pytest.raises(ConfigError, match="'scores' cannot be a site's name"):
+        preview(config, Rates())
+    log = EventLog(stream=io.StringIO(), as_json=True)
+    with pytest.raises(ConfigError, match="'scores' cannot be a site's name"):
+        run_job(config, RunOptions(), log, progress_view)
+    assert not Path(config.output, "run.json").exists()
