@@ -62,7 +62,8 @@ class Probe:
         rows = [torch.zeros(count, *size, dtype=dtype, device=device) for size in sizes]
         answer = self._answer(layer.layer, rows, [Span(None, 0, 0, count)])
         self.sites = tuple(
-            _site(path, name, value, (count, layer.num_heads)) for name, value in answer.items()
+            _site(path, name, value, (count, layer.num_heads), device)
+            for name, value in answer.items()
         )
 
     def __call__(
@@ -76,13 +77,15 @@ class Probe:
             rows, heads = tensors_THD[0].shape[:2]
             shape = (rows, heads, site.head_size)
             right = {shape, shape[:2]} if site.head_size == 1 else {shape}
+            if value is not None:
+                _check_place(self.path, site.name, value, tensors_THD[0].device)
             if value is None or value.dtype != site.dtype or tuple(value.shape) not in right:
                 got = None if value is None else (tuple(value.shape), value.dtype)
                 raise ProbeError(
                     f"probe {self.path} gave {got} for {site.name} at layer {layer}, {shape} of "
                     f"{site.dtype} was due as in its trial"
                 )
-            found.append(value.reshape(shape))
+            found.append(_plain(value).reshape(shape).contiguous())
         if answer:
             raise ProbeError(f"probe {self.path} gave {sorted(answer)}, which its trial did not")
         return found
@@ -140,7 +143,25 @@ def _check_source(path: str, due: str | None) -> None:
         )
 
 
-def _site(path: str, name: str, value: Any, due: tuple[int, int]) -> ProbeSite:
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's values without a gradient, and negated in memory where it only says so."""
+    return value.detach().resolve_neg()
+
+
+def _check_place(path: str, name: str, value: torch.Tensor, device: torch.device) -> None:
+    """Raise `ProbeError` for a tensor without rows in this device's memory."""
+    if value.layout != torch.strided:
+        raise ProbeError(f"probe {path}: {name} is a {value.layout} tensor; give a dense one")
+    if value.device.type != device.type:
+        raise ProbeError(
+            f"probe {path}: {name} lies on {value.device}, its rows are on {device}; give tensors "
+            "of the device that the probe got"
+        )
+
+
+def _site(
+    path: str, name: str, value: Any, due: tuple[int, int], device: torch.device
+) -> ProbeSite:
     check_name(path, name)
     shape = tuple(value.shape) if isinstance(value, torch.Tensor) else None
     if shape is None or shape[:2] != due or len(shape) > 3 or 0 in shape:
@@ -152,4 +173,5 @@ def _site(path: str, name: str, value: Any, due: tuple[int, int]) -> ProbeSite:
         raise ProbeError(
             f"probe {path}: {name} is {value.dtype}; give float32, float16 or bfloat16"
         )
+    _check_place(path, name, value, device)
     return ProbeSite(name, shape[2] if len(shape) == 3 else 1, value.dtype)

@@ -107,6 +107,9 @@ class Staging:
         region = self._open_slot()[offset : offset + num_bytes]
         if index is not None:
             x_TF = _rows_of(x_TF, index)
+        elif x_TF.stride(1) != 1:
+            # A view whose features lie apart or on each other (an expanded tensor of a probe).
+            x_TF = x_TF.contiguous()
         wide_TF = _widened(x_TF, shape)
         head_items = shape.head_size * x_TF.element_size() // wide_TF.element_size()
         tile = shape.tile_tokens(num_rows)
@@ -183,7 +186,7 @@ def _rows_of(x_TF: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if x_TF.is_cuda:
         return torch.index_select(x_TF, 0, index)
     bits = x_TF.view(_BITS[x_TF.element_size()]).numpy()
-    return torch.from_numpy(bits[index.numpy()])
+    return torch.from_numpy(np.ascontiguousarray(bits[index.numpy()]))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

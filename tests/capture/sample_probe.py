@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 from typing import Any
 
+import torch
+
 from examples.probes import last_row_entropy, output_norms
 
 NAME = "mine"
@@ -54,3 +56,26 @@ def scribbles(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[st
 def heads_first(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
     """Return [local heads, rows]."""
     return {"z_norm": z.float().norm(dim=-1).transpose(0, 1)}
+
+
+def views(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
+    """Return tensors whose memory is not laid out as their values are."""
+    weight = torch.full((), 2.0, requires_grad=True)
+    with torch.enable_grad():
+        learnt = z * weight
+    return {
+        "expanded": z[:, :1, :1].expand(z.shape[0], z.shape[1], 4),
+        "turned": z.transpose(0, 1).contiguous().transpose(0, 1),
+        "negated": torch.complex(z, z).conj().imag,
+        "learnt": learnt,
+    }
+
+
+def sparse(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
+    """Return a tensor that has no rows in memory."""
+    return {"sparse": z.to_sparse()}
+
+
+def elsewhere(layer: int, q: Any, k: Any, v: Any, z: Any, spans: Any) -> dict[str, Any]:
+    """Return a tensor of another device."""
+    return {"elsewhere": z.to("meta")}

@@ -131,3 +131,23 @@ def test_a_name_that_means_something_else_is_refused_by_name(name: str) -> None:
 def test_a_trial_for_names_leaves_other_faults_to_the_ranks() -> None:
     for probe in ("no_cpu", "wrong_rows", "norms"):
         check_names(f"tests.capture.sample_probe:{probe}", (4, 2, 8, 8))
+
+
+def test_whatever_a_probe_makes_of_views_comes_out_as_plain_rows() -> None:
+    probe = make("views")
+    rows = [torch.randn(6, heads, 8) for heads in (4, 2, 2, 4)]
+    found = dict(
+        zip([site.name for site in probe.sites], probe(0, rows, [Span(None, 0, 0, 6)]), strict=True)
+    )
+    assert all(x.is_contiguous() and not x.requires_grad and not x.is_neg() for x in found.values())
+    z = rows[3]
+    torch.testing.assert_close(found["expanded"], z[:, :1, :1].expand(6, 4, 4))
+    torch.testing.assert_close(found["turned"], z)
+    torch.testing.assert_close(found["negated"], -z)
+    torch.testing.assert_close(found["learnt"], z * 2)
+
+
+@pytest.mark.parametrize("probe", ["sparse", "elsewhere"])
+def test_tensors_that_cannot_be_staged_are_refused_at_the_start(probe: str) -> None:
+    with pytest.raises(ProbeError, match=f"{probe} lies on|{probe} is a torch.sparse"):
+        make(probe)

@@ -127,3 +127,30 @@ def test_a_slab_is_free_after_its_last_hold() -> None:
     assert pool.num_free == 0
     slab.release()
     assert pool.num_free == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("index", [None, [3, 1, 0]])
+@pytest.mark.parametrize(
+    "kind", ["one value a row", "one row", "one value", "every other", "turned"]
+)
+def test_memory_that_is_no_row_of_its_own_is_staged_as_its_values(dtype, index, kind) -> None:
+    heads, size, rows = 4, 16, 13
+    features = heads * size
+    x_TF = {
+        "one value a row": torch.randn(rows, 1).to(dtype).expand(rows, features),
+        "one row": torch.randn(1, features).to(dtype).expand(rows, features),
+        "one value": torch.randn(1, 1).to(dtype).expand(rows, features),
+        "every other": torch.randn(rows, 2 * features).to(dtype)[:, ::2],
+        "turned": torch.randn(features, rows).to(dtype).T,
+    }[kind]
+    staging, slabs = make(slot_bytes=16 << 10)
+    picked = list(range(rows)) if index is None else index
+    bits = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
+    want = x_TF.clone(memory_format=torch.contiguous_format)[picked].view(bits).numpy()
+    shape = TapShape(heads, size, dtype.itemsize, 2, chunk_tokens=4)
+    at = None if index is None else torch.tensor(index)
+    staging.put(0, x_TF, shape, at, len(picked), (Run(0, 0, len(picked), 0),))
+    staging.flush()
+    got = rows_of(slabs[0]).view(want.dtype)
+    assert np.array_equal(got, want.reshape(len(picked), heads, size))
