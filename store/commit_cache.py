@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from store import keys
 from store.ahead import Begin, Begun
 from store.commit import read_commit, require_run
+from store.due_sites import site_contradictions
 from store.errors import DamagedObject, FormatError, RunError
 from store.generated import GENERATED, Continuation, read_generated
 from store.model_check import model_contradictions, read_model
@@ -56,10 +58,18 @@ class UnitSummary:
 class CommitCache:
     """The commits of one run, by name. Safe to use from several threads."""
 
-    def __init__(self, objects: ObjectStore, begin: Begin, run_id: str) -> None:
+    def __init__(
+        self,
+        objects: ObjectStore,
+        begin: Begin,
+        run_id: str,
+        due: frozenset[str] = frozenset(),
+    ) -> None:
+        """`due`: the sites that every unit holds, as `store.due_sites` tells them."""
         self._objects = objects
         self._begin = begin
         self._run_id = run_id
+        self._due = due
         self._lock = threading.Lock()
         self._commits: OrderedDict[str, Commit] = OrderedDict()
         self._problems: dict[str, RowProblems] = {}
@@ -99,7 +109,9 @@ class CommitCache:
         require_run(commit, name, self._run_id)
         if (model := self.model()) is None:
             raise DamagedObject(f"{keys.MODEL} is missing, though {name} is there")
-        for problem in model_contradictions(commit, model):
+        for problem in chain(
+            site_contradictions(commit, self._due), model_contradictions(commit, model)
+        ):
             raise FormatError(f"{name}: {problem}; run `attnstore verify`")
         with self._lock:
             self._commits[name] = commit

@@ -45,6 +45,8 @@ def _row_problems(commit: Commit) -> Iterator[str]:
             yield f"prompt {place} is {outcome} and has {prompts.num_rows[place]} rows"
         elif str(place) not in prompts.reasons:
             yield f"prompt {place} is {outcome} without a reason"
+    if row and not commit.arrays:
+        yield f"{prompts.outcome.count(Outcome.STORED)} prompts are stored, in no array"
     entries = sum(num_entries(rows) for rows in prompts.num_rows)
     for array in commit.arrays:
         expected = entries if array.is_packed else row

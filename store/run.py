@@ -22,6 +22,7 @@ from store.across_prompts import AcrossPrompts
 from store.array_reader import ArrayReader, ReadOptions
 from store.checks import SelfCheckFigures, read_checks
 from store.chunk_cache import CacheStatistics
+from store.due_sites import due_sites
 from store.errors import FormatError, ObjectNotFound, RunError, RunNotFound
 from store.explain import ReadCost
 from store.labelled import TokenAxis, label
@@ -108,7 +109,9 @@ class Run(AcrossPrompts):
                 ) from error
             self._manifest = RunManifest.from_bytes(data, keys.RUN)
             kept = kept_positions(self._manifest.config)
-            empty = RunIndex(objects, self._reader, self._manifest.run_id, kept)
+            empty = RunIndex(
+                objects, self._reader, self._manifest.run_id, kept, due_sites(self._manifest.config)
+            )
             self._index = empty.looked(first, begin)
         self._refreshing = threading.Lock()
         self._arrays = UnitArrays(self._reader)

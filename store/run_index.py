@@ -43,6 +43,9 @@ Prompt = str | int
 """A prompt's id, or its row in the prompts table."""
 
 SEARCHED_IDS = 20_000
+ROWS_AHEAD = 4096
+"""A prompt of more rows is held against the plan before anything of its size is made: what a commit
+says of it may be anything. Others are read while the plan's table is on its way."""
 PENDING = "pending"
 
 
@@ -108,12 +111,14 @@ class RunIndex:
         threads: Threads,
         run_id: str,
         kept: slice | None = None,
+        due: frozenset[str] = frozenset(),
         *,
         plan: PlanTables | None = None,
         committed: CommittedUnits | None = None,
         commits: CommitCache | None = None,
     ) -> None:
-        """`kept`: the positions that the run keeps, as `store.planned_units` tells them.
+        """`kept`: the positions that the run keeps, as `store.planned_units` tells them; `due`: the
+        sites that every unit of it holds, as `store.due_sites` tells them.
 
         Without the others it is empty, and `looked` returns the first that is not.
         """
@@ -123,7 +128,7 @@ class RunIndex:
         self._kept = kept
         self._plan = plan or PlanTables(objects, [], threads.begin)
         self._committed = committed or CommittedUnits.none()
-        self._commits = commits or CommitCache(objects, threads.begin, run_id)
+        self._commits = commits or CommitCache(objects, threads.begin, run_id, due)
         self._lock = threading.Lock()
         self._prompts: pa.Table | None = None
 
@@ -272,14 +277,18 @@ class RunIndex:
         if outcome is not Outcome.STORED:
             reason = outcomes.reasons.get(str(place.place), "no reason was recorded")
             raise PromptNotStored(f"prompt {self.id_of(place.row)!r} {_is(outcome)}: {reason}")
+        if outcomes.num_rows[place.place] > ROWS_AHEAD:
+            self._check_rows(place, commit)
         return StoredPrompt(
             place, commit, outcomes.first_row[place.place], _positions(commit, place.place)
         )
 
     def check(self, found: StoredPrompt) -> None:
         """Check a prompt's rows against the plan's tokens. Raises `FormatError`."""
-        place = found.place
-        if problem := self.row_problems(found.commit).get(place.place):
+        self._check_rows(found.place, found.commit)
+
+    def _check_rows(self, place: PromptPlace, commit: Commit) -> None:
+        if problem := self.row_problems(commit).get(place.place):
             raise FormatError(
                 f"the commit of unit {place.unit}: {problem} ({self.id_of(place.row)!r}); "
                 "run `attnstore verify`"
@@ -329,7 +338,26 @@ class RunIndex:
         told = self._told(missing)
         known.update({names[unit]: summary for unit, summary in told.items()})
         self._threads.map(self.commit, [unit for unit in missing if unit not in told])
-        return {unit: known[name] for unit, name in names.items()}
+        found = {unit: known[name] for unit, name in names.items()}
+        self._check_lengths(found.values())
+        return found
+
+    def _check_lengths(self, summaries: Iterable[UnitSummary]) -> None:
+        """Hold prompts of far more rows than the plan gives them tokens against it.
+
+        Raises `FormatError` as `check` does.
+        """
+        lengths = np.asarray(self.table()["num_tokens"].to_numpy(), np.int64)
+        for one in summaries:
+            planned = lengths[one.first_prompt : one.first_prompt + len(one.num_rows)]
+            if len(planned) != len(one.num_rows):
+                raise FormatError(
+                    f"the commit of unit {one.unit} covers {len(one.num_rows)} prompts from "
+                    f"{one.first_prompt}, the plan has {len(lengths)}; run `attnstore verify`"
+                )
+            for place in np.flatnonzero(one.num_rows > planned + ROWS_AHEAD).tolist():
+                if (commit := self.commit(one.unit)) is not None:
+                    self._check_rows(PromptPlace(one.first_prompt + place, one.unit, place), commit)
 
     def _told(self, units: Sequence[int]) -> dict[int, UnitSummary]:
         """Return the summaries of the units that the snapshot describes well enough."""

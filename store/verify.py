@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 from store import keys
 from store.commit import committed_units, missing_objects, read_commit_leniently
 from store.commit_problems import commit_problems
 from store.committed_units import COLUMNS, CommittedUnits, UnitRow
+from store.due_sites import due_sites, site_contradictions
 from store.errors import FormatError, ObjectNotFound, RunError, StoreError
 from store.generated import GENERATED, read_generated
 from store.model_check import model_contradictions
@@ -66,7 +68,9 @@ def verify_run(
     if model is None and committed and not any(p.name == keys.MODEL for p in report.problems):
         report.add(keys.MODEL, "is missing, though units are committed")
     with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:
-        check = partial(_check_unit, objects, (run_id, model, planned), pool if deep else None)
+        due = frozenset[str]() if run is None else due_sites(run.config)
+        known = run_id, model, planned, due
+        check = partial(_check_unit, objects, known, pool if deep else None)
         for start in range(0, len(committed), BATCH_UNITS):
             batch = committed[start : start + BATCH_UNITS]
             for found in (map if deep else pool.map)(check, batch):
@@ -95,11 +99,11 @@ def _document(
 
 def _check_unit(
     objects: ObjectStore,
-    known: tuple[str | None, ModelManifest | None, PlannedUnits | None],
+    known: tuple[str | None, ModelManifest | None, PlannedUnits | None, frozenset[str]],
     pool: ThreadPoolExecutor | None,
     committed: tuple[int, str],
 ) -> VerifyReport:
-    run_id, model, planned = known
+    run_id, model, planned, due = known
     unit, key = committed
     report = VerifyReport(deep=pool is not None, units=1)
     try:
@@ -117,7 +121,7 @@ def _check_unit(
     if model is not None:
         for problem in model_contradictions(commit, model):
             report.add(key, problem, unit)
-    for problem in commit_problems(commit):
+    for problem in chain(site_contradictions(commit, due), commit_problems(commit)):
         report.add(key, problem, unit)
     listed = {info.name[len(prefix) :]: info.bytes for info in objects.list(prefix)}
     for problem in missing_objects(commit, listed):

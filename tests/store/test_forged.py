@@ -13,7 +13,7 @@ from store.commit import commit_unit
 from store.errors import DamagedObject, FormatError, RunError
 from store.generated import GENERATED, Continuation, generated_bytes
 from store.objects.local import LocalStore
-from store.run_format import ModelManifest
+from store.run_format import ArrayRecord, ModelManifest
 from store.sealed_json import seal, unseal
 from store.verify import verify_run
 from tests.store.sample_run import SampleShape, make_unit, write_manifests, write_run, write_unit
@@ -80,6 +80,94 @@ def test_a_commit_sealed_again_is_refused(run, change):
         open_run(run.url).read("z", prompt="p0", layer=0)
     problems = verify_run(run).problems
     assert COMMIT in {problem.name for problem in problems}
+
+
+KEPT = {"capture": {"sites": ["rot_q", "rot_k", "v", "z"]}}
+
+
+def without_arrays(body) -> None:
+    body.update(arrays=[], objects=[], ranks=[])
+
+
+def without_site(body) -> None:
+    body["arrays"] = [array for array in body["arrays"] if array["site"] != "z"]
+    body["objects"] = [one for one in body["objects"] if not one["name"].startswith("z/")]
+    for rank in body["ranks"]:
+        del rank["heads"]["z"]
+
+
+def many_rows(body) -> None:
+    """Rows that no memory holds: of the first prompt, in no array or in one shard of all."""
+    more = (1 << 44) - body["prompts"]["num_rows"][0]
+    body["prompts"]["num_rows"][0] += more
+    body["prompts"]["first_row"][1:] = [row + more for row in body["prompts"]["first_row"][1:]]
+
+
+def rows_in_long_shards(body) -> None:
+    """As many rows as one shard a layer and head may be said to hold, and more than are there."""
+    rows = 1 << 28
+    more = rows - sum(body["prompts"]["num_rows"])
+    body["prompts"]["num_rows"][0] += more
+    body["prompts"]["first_row"][1:] = [row + more for row in body["prompts"]["first_row"][1:]]
+    for array in body["arrays"]:
+        array.update(num_tokens=rows, shard_tokens=rows)
+        record = ArrayRecord.model_validate(array)
+        geometry = record.geometry()
+        names = {
+            record.shard_name(*place[:3]): geometry.raw_shard_bytes(place[1])
+            for place in geometry.shard_places()
+        }
+        for one in body["objects"]:
+            if one["name"] in names:
+                one["bytes"] = names[one["name"]]
+
+
+def unheld(change):
+    def both(body) -> None:
+        without_arrays(body)
+        change(body)
+
+    return both
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A run whose config names its sites."""
+    objects, shape = LocalStore(tmp_path), SampleShape(dtype="bfloat16")
+    write_manifests(objects, shape, LENGTHS, **KEPT)
+    commit = write_unit(objects, shape, make_unit(shape, 0, 0, LENGTHS[0], 3), "a0")
+    assert commit_unit(objects, commit).won
+    assert verify_run(objects, deep=True).problems == []
+    return objects
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_arrays, "stored, in no array"),
+        (without_site, "holds no z, which run.json says the run keeps; it holds rot_q, rot_k, v"),
+        (unheld(many_rows), "stored, in no array"),
+        (many_rows, "contradicts itself"),
+        (rows_in_long_shards, "the plan gives it 300 tokens"),
+    ],
+)
+def test_prompts_that_are_called_stored_and_are_not_are_refused(kept, change, message):
+    rewrite(kept, COMMIT, change)
+    problems = verify_run(kept, deep=True).problems
+    assert COMMIT in {problem.name for problem in problems}
+    run = open_run(kept.url)
+    for call in (
+        lambda: run.read("z", prompt=0, layer=0, head=0),
+        lambda: run.read("z", prompt="p0", layer=0, head=0, pos=0),
+        lambda: run.pattern(0, 0, 0),
+        lambda: run.explain("z", prompt=0),
+        lambda: len(run.batches(["z"])),
+        lambda: len(run.batches(["z"], pos=slice(0, 2))),
+        lambda: run.moments("z"),
+        lambda: run.head_scores("entropy"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            call()
 
 
 def layer_change(**members):
