@@ -32,6 +32,7 @@ from store.read_plan import (
     coalesce,
     plan_chunks,
 )
+from store.replaced import why_gone
 from store.selection import integer
 from store.shard import decode_chunk, stored_checksum
 
@@ -212,9 +213,7 @@ class ArrayReader:
         try:
             answers = self._objects.get_ranges(name, [one.range for one in read.ranges])
         except ObjectNotFound as error:
-            raise DamagedObject(
-                f"{name}: a commit lists it, but it is not there; run `attnstore verify`"
-            ) from error
+            raise DamagedObject(why_gone(self._objects, name)) from error
         checksums: list[tuple[int, bytes]] = []
         decoded: list[tuple[int, NDArray[Any]]] = []
         for one, data in zip(read.ranges, answers, strict=True):

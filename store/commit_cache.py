@@ -79,6 +79,12 @@ class CommitCache:
         self.summaries: dict[str, UnitSummary] = {}
         """Of every commit that was read or that a snapshot describes; a name's never changes."""
 
+    def emptied(self) -> CommitCache:
+        """Return a cache of the same run that has no commit yet."""
+        other = CommitCache(self._objects, self._begin, self._run_id, self._due)
+        other._model = self._model
+        return other
+
     def model(self) -> ModelManifest | None:
         """Return what `model.json` says, or None while no engine has started."""
         if self._model is None:

@@ -90,6 +90,8 @@ class CommittedUnits:
     """Why snapshots were passed over."""
     read: dict[tuple[int, int], UnitRow] = field(default_factory=dict)
     """(unit, repair) -> the row of that commit; what is in it stays, so that states may share it"""
+    stamps: dict[int, str] = field(default_factory=dict)
+    """unit -> what the listing told of its commit, of those in `newer` (`ObjectInfo.stamp`)"""
     lost: dict[int, int] = field(default_factory=dict)
     """Units that the snapshot names under this repair number, and whose commits are gone."""
 
@@ -133,6 +135,18 @@ class CommittedUnits:
         self.columns = {name: column[kept] for name, column in self.columns.items()}
         for unit in units.tolist():
             self.exceptions.pop(unit, None)
+
+    def replaced_since(self, before: CommittedUnits) -> set[int]:
+        """Return the units whose commits are gone, or were deleted and made again, since `before`.
+
+        Of those newer than its snapshot: what a snapshot names is never made again under its name.
+        """
+        return {
+            unit
+            for unit, repair in before.newer.items()
+            if self.key(unit) is None
+            or (self.newer.get(unit) == repair and self.stamps[unit] != before.stamps[unit])
+        }
 
     def unit_of(self, prompt: int) -> int | None:
         """Return the unit of a prompt by its run-wide number, if the snapshot's rows tell it."""

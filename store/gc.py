@@ -20,7 +20,7 @@ from store.objects.local import LocalStore
 from store.objects.protocol import ObjectInfo, ObjectStore
 from store.plan import MANIFEST as PLAN_MANIFEST
 from store.plan import read_manifest
-from store.snapshot import latest_snapshot, snapshot_names
+from store.snapshot import MANIFEST, latest_snapshot, snapshot_names
 
 KEPT_SNAPSHOTS = 2
 STALE_SECONDS = 24 * 3600.0
@@ -38,10 +38,11 @@ class Garbage:
     unit: int | None = None
 
     def names(self, objects: ObjectStore) -> list[str]:
-        """Return the names of its objects."""
+        """Return the names of its objects; a manifest, which makes a snapshot one, comes first."""
         if not self.prefix.endswith("/"):
             return [self.prefix]
-        return [info.name for info in objects.list(self.prefix)]
+        names = [info.name for info in objects.list(self.prefix)]
+        return sorted(names, key=lambda name: not name.endswith(f"/{MANIFEST}"))
 
 
 @dataclass(slots=True)
@@ -71,7 +72,10 @@ def collect_garbage(objects: ObjectStore, *, delete: bool = False, threads: int 
     if delete:
         with ThreadPoolExecutor(threads, thread_name_prefix="gc") as pool:
             for one in report.garbage:
-                list(pool.map(objects.delete, one.names(objects)))
+                names = one.names(objects)
+                for name in names[:1]:
+                    objects.delete(name)
+                list(pool.map(objects.delete, names[1:]))
     if isinstance(objects, LocalStore):
         report.temporary_files = objects.stale_temporaries(
             time.time() - STALE_SECONDS, delete=delete

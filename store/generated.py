@@ -18,6 +18,7 @@ from store import keys
 from store.checksum import crc32c_of_parts, hex_crc32c
 from store.errors import DamagedObject, FormatError, ObjectNotFound
 from store.objects.protocol import ObjectStore
+from store.replaced import why_gone
 from store.run_format import Commit
 
 GENERATED: Final = "generated.parquet"
@@ -76,9 +77,7 @@ def read_generated(objects: ObjectStore, commit: Commit) -> dict[int, Continuati
     try:
         data = objects.get(name, max_bytes=record.bytes)
     except ObjectNotFound as error:
-        raise DamagedObject(
-            f"{name}: a commit lists it, but it is not there; run `attnstore verify`"
-        ) from error
+        raise DamagedObject(why_gone(objects, name)) from error
     if len(data) != record.bytes or hex_crc32c(crc32c_of_parts([data])) != record.crc32c:
         raise DamagedObject(f"{name} is not what was committed; run `attnstore verify`")
     try:

@@ -149,7 +149,14 @@ class RunIndex:
         plan = self._plan
         if segments != plan.segments:
             plan = PlanTables(self._objects, segments, self._threads.begin)
-        committed.read = self._committed.read
+        commits = self._commits
+        if replaced := committed.replaced_since(self._committed):
+            # What is kept goes by names, and a name has another commit now.
+            commits = commits.emptied()
+            read = list(self._committed.read.items())
+            committed.read = {one: row for one, row in read if one[0] not in replaced}
+        else:
+            committed.read = self._committed.read
         return RunIndex(
             self._objects,
             self._threads,
@@ -157,7 +164,7 @@ class RunIndex:
             self._kept,
             plan=plan,
             committed=committed,
-            commits=self._commits,
+            commits=commits,
         )
 
     def model(self) -> ModelManifest | None:

@@ -64,10 +64,12 @@ def find_committed(objects: ObjectStore, run_id: str, begin: Begin = Begun) -> C
     else:
         listing = objects.list(keys.COMMITS) if younger is None else younger.result()
     listed: dict[int, int] = {}
+    stamps: dict[tuple[int, int], str] = {}
     for info in listing:
         parsed = keys.parse_commit_key(info.name)
         if parsed is not None:
             listed[parsed[0]] = max(parsed[1], listed.get(parsed[0], 0))
+            stamps[parsed] = f"{info.bytes} {info.stamp}"
             continue
         mark = keys.parse_repair_mark(info.name)
         if mark is not None and _repair_exists(objects, found, *mark):
@@ -79,6 +81,7 @@ def find_committed(objects: ObjectStore, run_id: str, begin: Begin = Begun) -> C
         place = found.place(unit)
         if place is None or found.columns["repair"][place] != repair:
             found.newer[unit] = repair
+            found.stamps[unit] = stamps.get((unit, repair), "")
     return found
 
 

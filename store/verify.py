@@ -24,6 +24,7 @@ from store.generated import GENERATED, read_generated
 from store.model_check import model_contradictions
 from store.objects.protocol import ObjectStore
 from store.planned_units import PlannedUnits
+from store.replaced import newest_commit
 from store.run_format import (
     Commit,
     Document,
@@ -103,8 +104,25 @@ def _check_unit(
     pool: ThreadPoolExecutor | None,
     committed: tuple[int, str],
 ) -> VerifyReport:
-    run_id, model, planned, due = known
+    """Check a unit's commit, and the one that took its place if a repair did in the meantime."""
     unit, key = committed
+    while True:
+        report = _check_commit(objects, known, pool, unit, key)
+        # gc may have removed what a commit names once another counts for the unit.
+        newest = newest_commit(objects, unit) if report.problems else None
+        if newest is None or newest == key:
+            return report
+        key = newest
+
+
+def _check_commit(
+    objects: ObjectStore,
+    known: tuple[str | None, ModelManifest | None, PlannedUnits | None, frozenset[str]],
+    pool: ThreadPoolExecutor | None,
+    unit: int,
+    key: str,
+) -> VerifyReport:
+    run_id, model, planned, due = known
     report = VerifyReport(deep=pool is not None, units=1)
     try:
         commit = read_commit_leniently(objects, key)
@@ -173,7 +191,9 @@ def _check_snapshots(
                 for message in _contradictions(objects, snapshot):
                     report.add(prefix, message)
         except (RunError, StoreError) as error:
-            report.add(prefix, error)
+            # gc may have removed it, which it does from its manifest on.
+            if name in snapshot_names(objects):
+                report.add(prefix, error)
     latest = _document(objects, LATEST, SnapshotManifest, report, optional=True)
     if latest is not None and run_id is not None and latest.run_id != run_id:
         report.add(LATEST, f"belongs to run {latest.run_id}, not {run_id}")

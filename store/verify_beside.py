@@ -13,7 +13,7 @@ from typing import Any
 
 from store import keys
 from store.checks import is_self_check, read_check
-from store.errors import RunError, StoreError
+from store.errors import ObjectNotFound, RunError, StoreError
 from store.objects.protocol import ObjectInfo, ObjectStore
 from store.parquet_file import read_parquet
 from store.run_format import ModelManifest, RunManifest
@@ -130,8 +130,8 @@ def _check_summary(
     if run_id is not None and manifest.run_id != run_id:
         report.add(key, f"belongs to run {manifest.run_id}, not {run_id}")
     held = found.get(f"{name}/{manifest.file.name}")
-    if held is None or held.bytes != manifest.file.bytes:
-        size = None if held is None else held.bytes
+    size = _size(objects, f"{SUMMARIES}{name}/{manifest.file.name}") if held is None else held.bytes
+    if size != manifest.file.bytes:
         report.add(
             key, f"its table {manifest.file.name} has {size} bytes, not {manifest.file.bytes}"
         )
@@ -140,6 +140,14 @@ def _check_summary(
             read_parquet(objects, f"{SUMMARIES}{name}/", manifest.file)
         except (RunError, StoreError) as error:
             report.add(key, error)
+
+
+def _size(objects: ObjectStore, name: str) -> int | None:
+    """Return the size of a table that was saved after the listing; None if it is not there."""
+    try:
+        return objects.size(name)
+    except ObjectNotFound:
+        return None
 
 
 def _count(report: VerifyReport, info: ObjectInfo) -> None:

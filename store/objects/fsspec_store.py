@@ -102,7 +102,9 @@ class FsspecStore:
         for path in sorted(found):
             name = path[len(root) + 1 :]
             if path.startswith(root + "/") and found[path]["type"] == "file" and name > after:
-                yield ObjectInfo(name, int(found[path]["size"]))
+                details = found[path]
+                stamp = details.get("ETag") or details.get("mtime") or ""
+                yield ObjectInfo(name, int(details["size"]), str(stamp))
 
     def delete(self, name: str) -> None:
         """Remove the file; absent is fine."""

@@ -278,7 +278,8 @@ def _walk(folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
             yield from _walk(entry.path, whole, after)
         elif whole > after:
             with suppress(FileNotFoundError):
-                yield ObjectInfo(whole, entry.stat(follow_symlinks=False).st_size)
+                found = entry.stat(follow_symlinks=False)
+                yield ObjectInfo(whole, found.st_size, f"{found.st_ino}-{found.st_mtime_ns}")
 
 
 def _write_gathered(descriptor: int, parts: Iterable[Buffer]) -> None:

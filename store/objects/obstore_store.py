@@ -233,7 +233,7 @@ class ObstoreStore:
                 found = sorted(pages.collect(), key=lambda entry: str(entry["path"]))
             else:
                 found = next(iter(pages), [])
-            return [ObjectInfo(entry["path"], entry["size"]) for entry in found]
+            return [ObjectInfo(entry["path"], entry["size"], _stamp(entry)) for entry in found]
 
         return self._call(folder or "the run", fetch)
 
@@ -323,6 +323,10 @@ class ObstoreStore:
             raise StoreError(
                 f"{self.url}: {_summary(error)}; check the URL and the storage options"
             ) from None
+
+
+def _stamp(entry: Any) -> str:
+    return f"{entry.get('e_tag') or ''} {entry.get('last_modified') or ''}"
 
 
 def _credential_provider(provider: Any) -> Any:

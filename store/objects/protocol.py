@@ -13,7 +13,7 @@ time-out (120 s unless options say otherwise), tries again with growing random p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from typing_extensions import Buffer
@@ -21,10 +21,15 @@ from typing_extensions import Buffer
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """An object as a listing shows it."""
+    """An object as a listing shows it.
+
+    `stamp` differs where an object was deleted and made again, on back ends that tell: a reader
+    that keeps what it read holds on to it for as long as the stamp stays. It says nothing of order.
+    """
 
     name: str
     bytes: int
+    stamp: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
