@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -23,6 +23,7 @@ from jobs.dry_run import check_quota
 from jobs.errors import ConfigError, ExitCode, RunInterrupted, RunStopped
 from jobs.event_log import EventLog
 from jobs.fleet import DispatchLimits
+from jobs.mend import Damage, find_damage
 from jobs.messages import WorkerFacts, WorkerSpec
 from jobs.meter import Meter
 from jobs.metrics import RunMetrics
@@ -43,19 +44,18 @@ from jobs.prepare import (
 )
 from jobs.progress import ProgressView
 from jobs.schedule import Schedule
-from jobs.snapshots import SnapshotKeeper
+from jobs.snapshots import SnapshotKeeper, write_snapshot_now
 from jobs.status import RunStatus, read_status
 from jobs.watch import Watch
 from jobs.worker import CaptureWorker
 from store import keys
 from store.commit import begin_repair
-from store.errors import DamagedObject, FrozenFieldChanged, ObjectExists, StoreError
+from store.errors import FrozenFieldChanged, ObjectExists, StoreError
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
 from store.run_format import ModelManifest
 from store.sealed_json import MAX_JSON_BYTES
 from store.snapshot import find_committed
-from store.verify import verify_run
 
 STEP_SECONDS = 0.25
 _AGAIN = "run the same command to go on"
@@ -68,7 +68,7 @@ class RunOptions:
     extend: bool = False
     take_over: bool = False
     repair: bool = False
-    """Verify the run first and capture again what is damaged."""
+    """Verify the run first, capture again what is damaged and make again what is derived."""
     deep: bool = False
     """With `repair`: read every stored byte to find damage."""
     verbose: bool = False
@@ -115,15 +115,17 @@ def run(
         before, prepared = prepared, find_run(objects, config)
         if prepared is not None and prepared != before and not options.extend:
             _check_source(config, prepared, log)
-        damaged: list[int] = []
+        damage = Damage()
         if prepared is not None and options.repair:
-            damaged = find_damage(objects, deep=options.deep, log=log)
-            if not damaged and not options.extend and committed_mask(objects, prepared).all():
+            damage = find_damage(objects, prepared, deep=options.deep, log=log)
+            if not damage and not options.extend and committed_mask(objects, prepared).all():
                 return _nothing_to_do(objects, prepared, log)
         prepared = _prepare(objects, config, prepared, options, log)
         log.run_id = prepared.manifest.run_id
         check_quota(objects, config, prepared)
-        bound = _capture(objects, config, prepared, damaged, owner, options, log, view)
+        bound = _capture(objects, config, prepared, damage.units, owner, options, log, view)
+        if damage.snapshot:
+            write_snapshot_now(objects, prepared.manifest.run_id)
     except StoreError as error:
         raise RunInterrupted(f"the store failed under the driver: {error}") from error
     finally:
@@ -189,7 +191,7 @@ def _capture(
     objects: ObjectStore,
     config: RunConfig,
     prepared: PreparedRun,
-    damaged: list[int],
+    damaged: Sequence[int],
     owner: RunOwner,
     options: RunOptions,
     log: EventLog,
@@ -200,7 +202,7 @@ def _capture(
     units = unit_columns(objects, prepared)
     again = {*damaged, *(unit for unit in committed.lost if unit < len(units))}
     repairs = {u: begin_repair(objects, u, named=committed.repair(u)) for u in sorted(again)}
-    done[damaged] = False
+    done[list(damaged)] = False
     schedule = Schedule(units, done, config.workers.max_attempts, repairs)
     if not schedule.num_missing:
         return None
@@ -251,20 +253,6 @@ def _capture(
         disconnect()
     _raise_ending(dispatcher, schedule)
     return find_bound(dispatcher.counters.stalls)
-
-
-def find_damage(objects: ObjectStore, *, deep: bool, log: EventLog) -> list[int]:
-    """Verify a run and return the units that must be captured again.
-
-    Raises `DamagedObject` where something outside the units is damaged: no capture can mend it.
-    """
-    report = verify_run(objects, deep=deep)
-    for problem in report.problems:
-        log("damaged", name=problem.name, unit=problem.unit, problem=problem.message)
-    beyond = next((problem for problem in report.problems if problem.unit is None), None)
-    if beyond is not None:
-        raise DamagedObject(f"{beyond.name} cannot be repaired by capturing: {beyond.message}")
-    return report.damaged_units
 
 
 def limits(config: RunConfig) -> DispatchLimits:

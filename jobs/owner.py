@@ -21,14 +21,15 @@ from typing import Literal
 
 from jobs.errors import RunOwnedElsewhere
 from store import keys
-from store.errors import ObjectExists, ObjectNotFound, StoreError
+from store.errors import ObjectExists, ObjectNotFound, RunError, StoreError
 from store.objects.protocol import ObjectStore
 from store.run_format import Document
 
 BEAT_SECONDS = 10.0
 PATIENCE_SECONDS = 35.0
 _MAX_BYTES = 1 << 16
-_NAME = re.compile(r"owners/(\d{8})\.json")
+UNKNOWN = "an unknown driver"
+_NAME = re.compile(r"owners/(\d{8,})\.json")
 
 
 class OwnerRecord(Document):
@@ -114,6 +115,8 @@ def _wait_until_silent(
     objects: ObjectStore, owner: OwnerRecord, patience: float, tell: Callable[[str], None]
 ) -> None:
     who = f"a driver on {owner.host} (process {owner.pid}, epoch {owner.epoch})"
+    if owner.host.startswith(UNKNOWN):
+        who = f"{owner.host}, of epoch {owner.epoch},"
     refusal = f"{who} works on this run; wait for it, stop it, or take over with --take-over"
     if owner.host == _host():
         if _process_start(owner.pid) == owner.process:
@@ -131,18 +134,31 @@ def _wait_until_silent(
 
 
 def _latest(objects: ObjectStore) -> OwnerRecord | None:
-    epochs = [
-        int(match[1])
+    epochs = {
+        int(match[1]): info.bytes
         for info in objects.list(keys.OWNERS)
         if (match := _NAME.fullmatch(info.name)) is not None
-    ]
+    }
     if not epochs:
         return None
-    name = _name(max(epochs))
+    epoch = max(epochs)
+    name = _name(epoch)
+    if epochs[epoch] > _MAX_BYTES:
+        return _unreadable(epoch, f"{name} has {epochs[epoch]} bytes")
     try:
-        return OwnerRecord.from_bytes(objects.get(name, max_bytes=_MAX_BYTES), name)
+        record = OwnerRecord.from_bytes(objects.get(name, max_bytes=_MAX_BYTES), name)
     except ObjectNotFound:
         return None
+    except RunError as error:
+        return _unreadable(epoch, str(error))
+    if record.epoch != epoch:
+        return _unreadable(epoch, f"{name} says it is of epoch {record.epoch}")
+    return record
+
+
+def _unreadable(epoch: int, why: str) -> OwnerRecord:
+    """Return an owner that nothing is known of: it may live, so it is watched, and never beats."""
+    return OwnerRecord(epoch=epoch, host=f"{UNKNOWN} ({why})", pid=0, process="", beat=-1)
 
 
 def _name(epoch: int) -> str:

@@ -45,8 +45,13 @@ class SnapshotKeeper:
             self._thread.join(_END_SECONDS)
 
     def _write(self) -> None:
-        try:
-            with ThreadPoolExecutor(_READERS, thread_name_prefix="snapshot-read") as pool:
-                write_snapshot(self._objects, self._run_id, pool.map)
-        except (RunError, StoreError):
-            return  # The next one, or nobody, will miss it: commits are the truth.
+        write_snapshot_now(self._objects, self._run_id)
+
+
+def write_snapshot_now(objects: ObjectStore, run_id: str) -> None:
+    """Write a snapshot; where that fails there is none, and commits are the truth."""
+    try:
+        with ThreadPoolExecutor(_READERS, thread_name_prefix="snapshot-read") as pool:
+            write_snapshot(objects, run_id, pool.map)
+    except (RunError, StoreError):
+        return  # The next one, or nobody, will miss it.

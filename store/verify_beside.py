@@ -41,7 +41,7 @@ def check_beside(
 ) -> None:
     """Check everything beside the data: names and sizes, with `deep` every byte."""
     run_id = None if run is None else run.run_id
-    due = set() if run is None or model is None else _due_weights(run.config, model)
+    due = set() if run is None or model is None else due_weights(run.config, model)
     _check_weights(objects, run_id, model, due, report, deep=deep)
     _check_summaries(objects, run_id, report, deep=deep)
     for prefix in (keys.OWNERS, keys.CHECKS):
@@ -57,7 +57,7 @@ def check_beside(
                     report.add(info.name, error)
 
 
-def _due_weights(config: Mapping[str, Any], model: ModelManifest) -> set[str]:
+def due_weights(config: Mapping[str, Any], model: ModelManifest) -> set[str]:
     """Return the names of the W_O that a run of this config keeps."""
     capture = config.get("capture")
     if not isinstance(capture, dict) or capture.get("output_weights") is not True:

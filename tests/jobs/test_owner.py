@@ -109,3 +109,43 @@ def test_an_owner_beats_by_itself_and_stops_when_released(
     assert left.beat >= 2
     time.sleep(0.3)
     assert owner_module._latest(objects) == left
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"x",
+        b"",
+        b"{}",
+        b" " * (1 << 17),
+        OwnerRecord(epoch=7, host="h", pid=1, process="").to_bytes(),
+    ],
+    ids=["no JSON", "empty", "no seal", "large", "of another epoch"],
+)
+@pytest.mark.parametrize("epoch", [1, 99_999_999])
+def test_an_unreadable_owner_is_watched_and_succeeded(
+    objects: ObjectStore, data: bytes, epoch: int
+) -> None:
+    objects.put(f"owners/{epoch:08d}.json", [data])
+    told: list[str] = []
+    first = RunOwner.claim(objects, patience=0.2, tell=told.append)
+    assert first.epoch == epoch + 1
+    assert f"an unknown driver (owners/{epoch:08d}.json" in told[0]
+    first.beat()
+    assert first.newer is None
+    first.release()
+    assert RunOwner.claim(objects, patience=30).epoch == epoch + 2
+
+
+def test_an_unreadable_owner_is_taken_over_at_once(objects: ObjectStore) -> None:
+    objects.put("owners/00000001.json", [b"x"])
+    assert RunOwner.claim(objects, patience=600, take_over=True).epoch == 2
+
+
+def test_an_unreadable_owner_that_beats_is_left_alone(objects: ObjectStore) -> None:
+    objects.put("owners/00000001.json", [b"x"])
+    timer = threading.Timer(0.3, put_owner, [objects], {"beat": 1})
+    timer.start()
+    with pytest.raises(RunOwnedElsewhere, match="an unknown driver"):
+        RunOwner.claim(objects, patience=5)
+    timer.join()

@@ -1,0 +1,121 @@
+"""`run --repair` of damage that is in no unit: deleted, made again, named, or refused."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pyarrow as pa
+import pytest
+
+import jobs.driver
+from jobs.config import RunConfig
+from jobs.errors import ExitCode
+from jobs.prepare import read_manifest
+from jobs.snapshots import SnapshotKeeper
+from store import keys, open_run
+from store.commit import committed_units, read_commit
+from store.errors import DamagedObject
+from store.objects.open import open_store
+from store.objects.protocol import ObjectStore
+from store.snapshot import find_committed, snapshot_names, write_snapshot
+from store.verify import verify_run
+from store.weights import weight_key
+from tests.jobs.driven import TEXTS, Driven
+
+
+@pytest.fixture
+def made(drive: Driven) -> tuple[RunConfig, ObjectStore]:
+    config = drive.config(TEXTS)
+    drive(config)
+    objects = open_store(config.output)
+    assert verify_run(objects, deep=True).ok
+    return config, objects
+
+
+def spoil(objects: ObjectStore, name: str) -> None:
+    objects.put(name, [objects.get(name, max_bytes=1 << 20), b"x"])
+
+
+@pytest.mark.parametrize("what", ["units.parquet", "manifest.json", "latest.json"])
+@pytest.mark.parametrize("unit", [None, 2])
+def test_a_damaged_snapshot_is_made_again(
+    drive: Driven, made: tuple[RunConfig, ObjectStore], what: str, unit: int | None
+) -> None:
+    config, objects = made
+    name = write_snapshot(objects, read_manifest(objects).run_id).name
+    spoil(objects, f"snapshots/{what}" if "latest" in what else f"snapshots/{name}/{what}")
+    if unit is not None:
+        objects.delete(f"data/{unit:08d}/{commit_of(objects, unit)}/zarr.json")
+    assert drive(config, repair=True, deep=True).exit_code is ExitCode.DONE
+    assert verify_run(objects, deep=True).problems == []
+    assert find_committed(objects, read_manifest(objects).run_id).snapshot is not None
+    assert len(drive.events("committed")) == 6 + (unit is not None)
+    assert snapshot_names(objects)
+
+
+def commit_of(objects: ObjectStore, unit: int) -> str:
+    return read_commit(objects, committed_units(objects)[unit]).attempt
+
+
+@pytest.mark.parametrize("name", ["checks/self-check.json", "owners/00000001.json"])
+def test_what_is_advisory_is_deleted(
+    drive: Driven, made: tuple[RunConfig, ObjectStore], name: str
+) -> None:
+    config, objects = made
+    objects.put(name, [b"x"])
+    assert drive(config, repair=True, deep=True).exit_code is ExitCode.DONE
+    assert name not in {info.name for info in objects.list("")}
+    assert verify_run(objects, deep=True).problems == []
+    assert not drive.events("starting")[1:]
+
+
+def test_what_nothing_makes_again_is_named_and_stops_nothing(
+    drive: Driven, made: tuple[RunConfig, ObjectStore]
+) -> None:
+    config, objects = made
+    open_run(objects.url).save_summary("scores", pa.table({"prompt_id": ["p0"], "score": [0.5]}))
+    spoil(objects, "summaries/scores.json")
+    objects.put("weights/notes.txt", [b"mine"])
+    objects.delete(f"data/{3:08d}/{commit_of(objects, 3)}/zarr.json")
+    assert drive(config, repair=True).exit_code is ExitCode.DONE
+    left = {str(event["name"]): str(event["detail"]) for event in drive.events("not repaired")}
+    assert set(left) == {"summaries/scores.json", "weights/notes.txt"}
+    assert "delete it" in left["weights/notes.txt"]
+    assert committed_units(objects)[3] == keys.commit_key(3, 1)
+    assert {one.name for one in verify_run(objects).problems} == set(left)
+
+
+def test_a_damaged_projection_is_left_to_an_engine_to_store(drive: Driven) -> None:
+    config = drive.config(TEXTS, capture={"output_weights": True})
+    drive(config)
+    objects = open_store(config.output)
+    objects.put(weight_key(0), [b"x"])
+    assert drive(config, repair=True).exit_code is ExitCode.DONE
+    assert committed_units(objects)[0] == keys.commit_key(0, 1)
+    assert weight_key(0) not in {info.name for info in objects.list("")}
+
+
+@pytest.mark.parametrize("name", [keys.MODEL, "plan/0000/manifest.json"])
+def test_what_all_reading_rests_on_is_refused_before_anything_is_deleted(
+    drive: Driven, made: tuple[RunConfig, ObjectStore], name: str
+) -> None:
+    config, objects = made
+    objects.put("checks/self-check.json", [b"x"])
+    spoil(objects, name)
+    with pytest.raises(DamagedObject, match=name):
+        drive(config, repair=True, deep=True)
+    assert "checks/self-check.json" in {info.name for info in objects.list("")}
+
+
+def test_a_lost_commit_of_a_damaged_snapshot_is_captured_anew(
+    drive: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "UNITS_PER_FOLDER", 2)
+    monkeypatch.setattr(jobs.driver, "SnapshotKeeper", partial(SnapshotKeeper, every=6))
+    config = drive.config(TEXTS)
+    drive(config)
+    objects = open_store(config.output)
+    objects.delete(committed_units(objects)[1])
+    spoil(objects, f"snapshots/{snapshot_names(objects)[-1]}/exceptions.parquet")
+    assert drive(config, repair=True).exit_code is ExitCode.DONE
+    assert verify_run(objects, deep=True).problems == []
