@@ -158,13 +158,20 @@ def prompt_table(prompts: Sequence[Prompt]) -> pa.Table:
     }
     names = dict.fromkeys(name for prompt in prompts for name in prompt.metadata)
     for name in names:
-        free = name
-        while free in RESERVED_COLUMNS or (free != name and free in names):
-            free += "_"
-        columns[free] = _metadata_column([p.metadata.get(name) for p in prompts])
+        values = [p.metadata.get(name) for p in prompts]
+        columns[stored_name(name)] = _metadata_column(values)
     fields = [PROMPT_FIELDS.field(name) for name in PROMPT_FIELDS.names]
     fields += [pa.field(name, columns[name].type) for name in list(columns)[len(fields) :]]
     return pa.Table.from_arrays(list(columns.values()), schema=pa.schema(fields))
+
+
+def stored_name(name: str) -> str:
+    """Return the column that a metadata field is stored as: its name, one `_` longer if taken.
+
+    Also where it is a taken name with some `_` behind it: so no two fields share a column, and one
+    field has the same column in every file and segment, whatever other fields stand beside it.
+    """
+    return f"{name}_" if name.rstrip("_") in RESERVED_COLUMNS else name
 
 
 def unit_table(units: Sequence[PlannedUnit]) -> pa.Table:

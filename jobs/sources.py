@@ -157,7 +157,9 @@ class PromptSource:
                 yield from _arrow_rows(stream)
             return
         with self._fs.open(name, "rb", compression="infer") as raw:
-            text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+            # CSV tells its rows' ends itself; elsewhere a carriage return alone ends no line.
+            newline = "\n" if kind in (SourceFormat.JSONL, SourceFormat.TEXT) else ""
+            text = io.TextIOWrapper(raw, encoding="utf-8-sig", newline=newline)
             if kind is SourceFormat.JSONL:
                 yield from _jsonl_rows(text, name)
             elif kind is SourceFormat.CSV:
@@ -165,7 +167,7 @@ class PromptSource:
                 yield from csv.DictReader(text, strict=True)
             elif kind is SourceFormat.TEXT:
                 for line in text:
-                    yield {self._config.text_column: line.rstrip("\r\n")}
+                    yield {self._config.text_column: line.removesuffix("\n").removesuffix("\r")}
             else:
                 yield from _json_rows(text, name)
 

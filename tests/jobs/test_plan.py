@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jobs.config import RunConfig
 from jobs.errors import InputsChanged, SourceError
 from jobs.packing import MAX_UNIT_PROMPTS, UnitPacker
-from jobs.plan import check_inputs, read_unit_table, write_plan
+from jobs.plan import RESERVED_COLUMNS, check_inputs, read_unit_table, stored_name, write_plan
 from jobs.prompt_ids import PromptIds
 from store.objects.open import open_store
 from store.plan import read_prompts, read_segments
@@ -375,7 +375,39 @@ def test_metadata_named_as_the_plan_s_own_columns_gets_a_name_that_is_free(
 ) -> None:
     records = [{"id": "a", "text": "w1", "status": "mine", "status_": "other", "unit": 3}]
     (row,) = planned(make_config(write_prompts(records)), tmp_path / "run").to_pylist()
-    assert (row["status__"], row["status_"], row["unit_"]) == ("mine", "other", 3)
+    assert (row["status_"], row["status__"], row["unit_"]) == ("mine", "other", 3)
+
+
+def test_a_field_has_the_same_column_in_every_file_and_segment(
+    make_config: Configs,
+    write_prompts: Prompts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jobs.plan.PROMPTS_PER_FILE", 1)
+    both = [
+        {"id": "a", "text": "w1", "status": "status of a", "status_": "status_ of a"},
+        {"id": "b", "text": "w1", "status": "status of b"},
+        {"id": "c", "text": "w1", "status_": "status_ of c"},
+    ]
+    more = [{"id": "d", "text": "w1", "status": "status of d"}]
+    objects = open_store(str(tmp_path / "run"))
+    first = write_plan(objects, make_config(write_prompts(both)), run_id=RUN_ID)
+    config = make_config(write_prompts(more, "more.jsonl"))
+    write_plan(objects, config, run_id=RUN_ID, before=[first])
+    table = PlanTables(objects, read_segments(objects)).prompts()
+    assert table["status_"].to_pylist() == [f"status of {one}" for one in "ab"] + [
+        None,
+        "status of d",
+    ]
+    assert table["status__"].to_pylist() == ["status_ of a", None, "status_ of c", None]
+
+
+@given(st.lists(st.from_regex(r"\A(status|unit|text|note|_)?_{0,3}\Z"), unique=True))
+def test_no_two_fields_are_stored_as_one_column(names: list[str]) -> None:
+    stored = [stored_name(name) for name in names]
+    assert len(set(stored)) == len(names)
+    assert not RESERVED_COLUMNS & set(stored)
 
 
 @pytest.mark.parametrize(

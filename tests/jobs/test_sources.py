@@ -69,3 +69,15 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
 def test_a_csv_field_may_be_long(tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_text("text\n" + "x" * 300_000 + "\n")
     assert len(read(tmp_path / "p.csv")[0]) == 300_000
+
+
+@pytest.mark.parametrize("name", ["p.txt", "p.txt.gz"])
+def test_a_carriage_return_alone_ends_no_prompt(tmp_path: Path, name: str) -> None:
+    data = b"one\rtwo\r\nthree\n\rfour\r\r\nfive\r"
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert read(tmp_path / name) == ["one\rtwo", "three", "\rfour\r", "five"]
+
+
+def test_a_carriage_return_within_a_record_is_white_space(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b'{"text":\r"a"}\r\n{"text": "b"}\n')
+    assert read(tmp_path / "p.jsonl") == ["a", "b"]
