@@ -215,7 +215,8 @@ class AcrossPrompts:
         s=run.head_scores("induction", per_prompt=True)))`. Replaces one of the same name; needs
         leave to write to the run's location. The captured data is never touched.
         """
-        summaries.save_summary(self._objects, self.id, name, table)
+        columns = [*self._index.table().column_names, "status", "reason"]
+        summaries.save_summary(self._objects, self.id, name, table, columns)
 
     @property
     def summaries(self) -> tuple[str, ...]:
@@ -229,7 +230,7 @@ class AcrossPrompts:
         named = {
             name: summaries.read_summary(self._objects, self.id, name)
             for name in self.summaries
-            if re.search(rf"\b{name}", query, re.IGNORECASE)
+            if summaries.is_named_in(query, name)
         }
         built: dict[str, pa.Table] = {
             name: table for name, table in named.items() if not summaries.is_per_prompt(table)

@@ -47,8 +47,12 @@ def run_sql(
 
 def matching_prompts(condition: str, prompts: pa.Table) -> list[str]:
     """Return the ids of the prompts that meet an SQL condition, in plan order."""
-    numbered = prompts.append_column("_row", pa.array(np.arange(prompts.num_rows)))
-    query = f"select prompt_id from prompts where ({condition}) order by _row"
+    row = "_row"
+    while row in {name.lower() for name in prompts.column_names}:
+        row = f"_{row}"
+    numbered = prompts.append_column(row, pa.array(np.arange(prompts.num_rows)))
+    # The line ends before the bracket, for the condition may end in a comment.
+    query = f"select prompt_id from prompts where ({condition}\n) order by {row}"
     ids: list[str] = run_sql(query, {"prompts": numbered})["prompt_id"].to_pylist()
     return ids
 

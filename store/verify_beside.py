@@ -18,7 +18,7 @@ from store.objects.protocol import ObjectInfo, ObjectStore
 from store.parquet_file import read_parquet
 from store.run_format import ModelManifest, RunManifest
 from store.sealed_json import MAX_JSON_BYTES, unseal
-from store.summaries import SUMMARIES, SummaryManifest
+from store.summaries import SUMMARIES, SummaryManifest, summary_problem
 from store.verify_report import VerifyReport
 from store.weights import (
     WEIGHTS,
@@ -137,7 +137,9 @@ def _check_summary(
         )
     elif deep:
         try:
-            read_parquet(objects, f"{SUMMARIES}{name}/", manifest.file)
+            table = read_parquet(objects, f"{SUMMARIES}{name}/", manifest.file)
+            if problem := summary_problem(table):
+                report.add(key, problem)
         except (RunError, StoreError) as error:
             report.add(key, error)
 

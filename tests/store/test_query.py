@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import pyarrow as pa
 import pytest
 
 from store.errors import PromptNotFound, QueryRefused
 from store.objects.local import LocalStore
 from store.run import Run, open_run
-from tests.store.sample_run import SampleShape, capture, sample_units, write_manifests
+from tests.store import sample_run
+from tests.store.sample_run import (
+    SampleShape,
+    capture,
+    plan_tables,
+    sample_units,
+    write_manifests,
+)
 
 LENGTHS = [[30, 0, 7], [1, 52], [5]]
 
@@ -30,6 +38,25 @@ def test_where_gives_ids_in_plan_order(run: Run) -> None:
     ids = run.where("status = 'stored' and num_tokens > 5")
     (batch,) = list(run.batches(["z"], prompts=ids, size=1000))
     assert len(batch) == 89
+
+
+def test_where_keeps_the_plans_order_whatever_the_metadata_is_called(tmp_path, monkeypatch) -> None:
+    def with_rows(lengths: list[list[int]]) -> dict[str, pa.Table]:
+        tables = plan_tables(lengths)
+        table = tables["prompts"]
+        for name in ("_row", "__ROW"):
+            table = table.append_column(name, pa.array(range(table.num_rows, 0, -1)))
+        return {**tables, "prompts": table}
+
+    monkeypatch.setattr(sample_run, "plan_tables", with_rows)
+    write_manifests(LocalStore(tmp_path), SampleShape(), LENGTHS)
+    run = open_run(str(tmp_path))
+    assert run.where("true") == [f"p{row}" for row in range(6)]
+    assert run.where("_row < 3 and __row > 0") == ["p4", "p5"]
+
+
+def test_a_condition_may_end_in_a_comment(run: Run) -> None:
+    assert run.where("num_tokens > 40 -- long ones") == ["p4"]
 
 
 def test_sql_over_prompts_tokens_and_units(run: Run) -> None:

@@ -7,9 +7,11 @@ import pytest
 
 from store.errors import DamagedObject, FormatError, QueryRefused
 from store.objects.local import LocalStore
+from store.parquet_file import write_parquet
 from store.run import Run, open_run
 from store.sealed_json import seal, unseal
-from store.summaries import SUMMARIES
+from store.summaries import SUMMARIES, SummaryManifest
+from store.verify import verify_run
 from tests.store.sample_run import SampleShape, write_run
 
 
@@ -59,9 +61,74 @@ def test_names_that_sql_could_not_use_are_refused(run: Run, name: str) -> None:
 def test_what_has_no_prompts_or_clashes_is_refused(run: Run) -> None:
     with pytest.raises(QueryRefused, match="needs a prompt_id column"):
         run.save_summary("x", pa.table({"v": [1]}))
-    run.save_summary("split", pa.table({"prompt_id": ["p0"], "v": [1]}))
-    with pytest.raises(QueryRefused, match="already have a column 'split'"):
-        run.where("split = 'train'")
+    for name in ("split", "status", "Reason"):
+        with pytest.raises(QueryRefused, match=f"already have a column '{name}'"):
+            run.save_summary(name, pa.table({"prompt_id": ["p0"], "v": [1]}))
+    run.save_summary("mark", pa.table({"prompt_id": ["p0"], "v": [1]}))
+    with pytest.raises(QueryRefused, match="summary 'mark', which SQL takes for 'Mark'"):
+        run.save_summary("Mark", pa.table({"prompt_id": ["p0"], "v": [1]}))
+    assert run.summaries == ("mark",)
+
+
+UNJOINABLE = {
+    "prompt_id of int64": pa.table({"prompt_id": [0, 1], "v": [1, 2]}),
+    "the column 'v' twice": pa.table([["p0"], [1], [2]], names=["prompt_id", "v", "V"]),
+    "the column 'prompt_id' twice": pa.table([["p0"], ["p1"]], names=["prompt_id"] * 2),
+    "needs a prompt_id column": pa.table({"v": [1]}),
+}
+
+
+@pytest.mark.parametrize("problem", UNJOINABLE)
+def test_a_table_that_cannot_be_joined_is_refused_at_save_and_by_name_when_read(
+    run: Run, tmp_path, problem: str
+) -> None:
+    with pytest.raises(QueryRefused, match=f"summary 's' .*{problem}"):
+        run.save_summary("s", UNJOINABLE[problem])
+    assert run.summaries == ()
+    saved(run, tmp_path, "s", UNJOINABLE[problem])
+    for call in (lambda: run.where("s = 1"), lambda: run.sql("select s_v from prompts")):
+        with pytest.raises(FormatError, match=f"summary 's' .*{problem}"):
+            call()
+    assert run.where("status = 'stored' and split = 'train'") == ["p0", "p2", "p4"]
+    (found,) = verify_run(LocalStore(tmp_path), deep=True).problems
+    assert problem in found.message
+
+
+def saved(run: Run, folder, name: str, table: pa.Table) -> None:
+    """Save what `save_summary` refuses, as an older or another writer may have."""
+    objects, prefix = LocalStore(folder), f"{SUMMARIES}{name}/"
+    file = write_parquet(objects, prefix, "0123456789abcdef.parquet", table)
+    manifest = SummaryManifest(run_id=run.id, name=name, created="2026-01-01", file=file)
+    objects.put(f"{SUMMARIES}{name}.json", [manifest.to_bytes()])
+
+
+def test_a_column_of_the_prompts_goes_before_a_summary_of_its_name(run: Run, tmp_path) -> None:
+    saved(run, tmp_path, "status", pa.table({"prompt_id": ["p0"], "v": [1]}))
+    with pytest.warns(RuntimeWarning, match="column 'status' of the summary 'status' is left out"):
+        assert run.where("status = 'failed'") == ["p1"]
+
+
+def test_two_summaries_that_give_one_column_are_named(run: Run) -> None:
+    run.save_summary("a_b", pa.table({"prompt_id": ["p0"], "v": [1]}))
+    run.save_summary("a", pa.table({"prompt_id": ["p0"], "b": [1], "c": [2]}))
+    with pytest.raises(QueryRefused, match="'a' and 'a_b' both give a column 'a_b'"):
+        run.where("a_b = 1")
+
+
+def test_a_summary_is_read_where_its_whole_name_stands(run: Run, tmp_path) -> None:
+    run.save_summary("s", pa.table({"prompt_id": ["p0"], "v": [1]}))
+    next((tmp_path / SUMMARIES / "s").iterdir()).write_bytes(b"")
+    assert run.where("split = 'train' and status = 'stored'") == ["p0", "p2", "p4"]
+    assert run.sql("select sum(num_tokens) as n from prompts")["n"].to_pylist() == [78]
+    for query in ("s = 1", "S is null", "s_v = 1", '"s" = 1'):
+        with pytest.raises(DamagedObject):
+            run.where(query)
+
+
+def test_ids_of_another_string_type_and_without_a_value_are_joined(run: Run) -> None:
+    ids = pa.array(["p4", None]).dictionary_encode()
+    run.save_summary("mark", pa.table({"prompt_id": ids, "v": [7, 8]}))
+    assert run.where("mark = 7") == ["p4"]
 
 
 def test_damage_shows(run: Run, tmp_path) -> None:
