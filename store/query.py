@@ -7,7 +7,7 @@ from a run, but a run's text may have been pasted into it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,10 @@ TOKEN_FIELDS = pa.schema(
 def run_sql(
     query: str, tables: Mapping[str, pa.Table], more: Mapping[str, pa.Table] | None = None
 ) -> pa.Table:
-    """Return the query's answer. Raises `QueryRefused` with DuckDB's reason and the tables."""
+    """Return the query's answer. Raises `QueryRefused` with DuckDB's reason and the tables.
+
+    Columns of one name (of a join) get a number each after the first: `prompt_id`, `prompt_id_1`.
+    """
     duckdb = _duckdb()
     everything = {**tables, **(more or {})}
     with _connect(duckdb) as connection:
@@ -39,7 +42,8 @@ def run_sql(
             answer = connection.sql(query)
             if answer is None:
                 raise QueryRefused(f"{query!r} is no question: it gives no table")
-            return answer.to_arrow_table()
+            table = answer.to_arrow_table()
+            return table.rename_columns(_told_apart(table.column_names))
         except duckdb.Error as error:
             columns = "; ".join(f"{n}({', '.join(t.column_names)})" for n, t in everything.items())
             raise QueryRefused(f"{error}\ntables: {columns}") from error
@@ -77,6 +81,18 @@ def token_table(index: RunIndex) -> pa.Table:
 def unit_table(index: RunIndex) -> pa.Table:
     """Return the committed units: unit, num_prompts, stored, failed, rows, bytes and more."""
     return pa.table(index.unit_rows())
+
+
+def _told_apart(names: Sequence[str]) -> list[str]:
+    """Return names that differ; one that is there already is never taken by another column."""
+    given, found = set(names), list[str]()
+    for name in names:
+        unique, number = name, 0
+        while unique in found or (number and unique in given):
+            number += 1
+            unique = f"{name}_{number}"
+        found.append(unique)
+    return found
 
 
 def _connect(duckdb: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs.cli import app
+from store import open_run
 from store.objects.local import LocalStore
 from tests.store.sample_run import SampleShape, write_run
 
@@ -50,6 +52,77 @@ def test_query_in_every_format(folder, tmp_path) -> None:
     out = tmp_path / "answer.csv"
     answer("query", folder, sql, "--format", "csv", "--out", str(out))
     assert out.read_text().count("\n") == 5
+
+
+TWICE = "select a.prompt_id, b.prompt_id, b.num_tokens as prompt_id_1 from prompts a, prompts b"
+PAIR = f"{TWICE} where a.prompt_id = 'p0' and b.prompt_id = 'p2'"
+ROW = {"prompt_id": "p0", "prompt_id_2": "p2", "prompt_id_1": 7}
+
+
+def test_names_that_repeat_are_told_apart_alike_in_every_format(folder, tmp_path) -> None:
+    table = open_run(folder).sql(PAIR)
+    assert table.to_pylist() == [ROW]
+    assert answer("query", folder, PAIR).decode().split() == [*ROW, "p0", "p2", "7"]
+    assert json.loads(answer("query", folder, PAIR, "--json")) == ROW
+    text = answer("query", folder, PAIR, "--format", "csv").decode()
+    assert list(csv.DictReader(io.StringIO(text))) == [{**ROW, "prompt_id_1": "7"}]
+    data = answer("query", folder, PAIR, "--format", "parquet")
+    assert pq.read_table(io.BytesIO(data)).to_pylist() == [ROW]
+    out = tmp_path / "table.txt"
+    answer("query", folder, PAIR, "--out", str(out))
+    assert out.read_text().split() == [*ROW, "p0", "p2", "7"]
+
+
+def test_nested_values_are_json_in_csv(folder) -> None:
+    sql = "select [1, 2] as some, {'a': 'x', 'b': [0.5]} as deep, null::int[] as none, 3 as plain"
+    text = answer("query", folder, sql, "--format", "csv").decode()
+    (row,) = csv.DictReader(io.StringIO(text))
+    assert json.loads(row["some"]) == [1, 2]
+    assert json.loads(row["deep"]) == {"a": "x", "b": [0.5]}
+    assert (row["none"], row["plain"]) == ("", "3")
+
+
+def test_what_is_no_number_is_null_in_json(folder) -> None:
+    sql = "select 'nan'::float as a, [1.0, '-inf'::double] as b, {'c': 'nan'::double} as d, 2.5 e"
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    line = answer("query", folder, sql, "--json")
+    found = json.loads(line, parse_constant=refuse)
+    assert {**found, "e": 2.5} == {"a": None, "b": [1.0, None], "d": {"c": None}, "e": 2.5}
+
+
+def test_sums_and_decimals_are_numbers_in_json(folder) -> None:
+    sql = "select sum(num_tokens) s, 1.25 d, 100::hugeint p, 0.1234567890123456789 e from prompts"
+    found = json.loads(answer("query", folder, sql, "--json"))
+    assert found == {"s": 78, "d": 1.25, "p": 100, "e": "0.1234567890123456789"}
+    assert type(found["s"]) is int
+
+
+@pytest.mark.parametrize("form", ["table", "csv", "parquet", "json"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "interval 3 days", "map {'a': 1}", "'2020-01-01'::timestamptz", "'x'::blob",
+        "uuid()", "1::hugeint", "1.5::decimal(9, 2)", "'infinity'::timestamp", "null",
+        "time '1:00'",
+        "'a'::enum('a', 'b')", "true", "interval 1 month", "'010'::bit", "'infinity'::date",
+    ],
+)  # fmt: skip
+def test_every_type_is_answered_or_refused_with_a_message(folder, form, value) -> None:
+    words = ["query", folder, f"select {value} as x", "--format", form]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code in (0, 2), result.exception
+    if result.exit_code:
+        assert "attnstore: QueryRefused: " in result.stderr
+
+
+def test_a_folder_that_is_missing_is_a_message(folder, tmp_path) -> None:
+    out = str(tmp_path / "nowhere" / "answer.csv")
+    told = answer("query", folder, "select 1", "--format", "csv", "--out", out, code=2).decode()
+    assert told.startswith("attnstore: ")
+    assert out in told
 
 
 def test_query_refusals_are_messages(folder) -> None:
