@@ -94,6 +94,7 @@ def test_credentials_are_stored_nowhere(engine_config: Configs) -> None:
         with RunProcess(config) as run:
             assert run.finish() == 0, run.transcript()
             assert secret not in run.transcript()
+        assert_complete(server.url("secrets"), options=server.options)
         objects = open_store(server.url("secrets"), server.options)
         names = [info.name for info in objects.list("") if info.name.endswith(".json")]
         assert "run.json" in names
