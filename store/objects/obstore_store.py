@@ -6,8 +6,8 @@ surface as `ObjectExists` against itself, or as `StoreError`: the caller reads t
 compares, as `store.commit` does.
 
 Objects above `MULTIPART_BYTES` go up in parts, so that a slow link never has to move a whole shard
-within one request's time-out. Clients are made on first use in the process that uses them: they do
-not survive a fork.
+within one request's time-out. Clients are made on first use in the process that uses them, and
+shared by stores that are made alike (`store.objects.shared_clients`).
 
 Reads follow redirects, writes do not, and obstore has no option that would change it. So a plain
 HTTP endpoint may lead to a TLS one: the machine's certificates are loaded for every client (4 ms at
@@ -35,6 +35,7 @@ from store.errors import CannotList, DamagedObject, ObjectExists, ObjectNotFound
 from store.keys import checked_name
 from store.objects.protocol import ByteRange, ObjectInfo
 from store.objects.retry import DEFAULT_ATTEMPTS, DEFAULT_SECONDS, RetryPolicy, Transient
+from store.objects.shared_clients import shared_client
 
 SCHEMES = frozenset(
     {"s3", "s3a", "gs", "az", "adl", "azure", "abfs", "abfss", "http", "https", "memory"}
@@ -70,7 +71,8 @@ class ObstoreStore:
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None) -> None:
         self._address = url
-        self._options = dict(options or {})
+        self._made_of = dict(options or {})
+        self._options = dict(self._made_of)
         self._policy = RetryPolicy(
             attempts=int(self._options.pop("attempts", DEFAULT_ATTEMPTS)),
             seconds=float(self._options.pop("retry_seconds", DEFAULT_SECONDS)),
@@ -278,7 +280,7 @@ class ObstoreStore:
     def _open(self) -> Any:
         with self._lock:
             if self._client is None or self._process != os.getpid():
-                self._client = self._make_client()
+                self._client = shared_client(self._address, self._made_of, self._make_client)
                 self._process = os.getpid()
             return self._client
 
