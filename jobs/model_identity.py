@@ -3,7 +3,7 @@
 Two figures catch a folder whose weights or tokenizer were exchanged under the same path. The
 fingerprint covers the bytes of every small text file and the sizes of all others; the content also
 what samples of every file hold (`jobs.local_files`), so that weights trained on in place, of the
-same size, are found. A hub name has no folder here; its revision is its identity.
+same size, are found. A hub name has no folder here; the commit it stands for is its identity.
 """
 
 from __future__ import annotations
@@ -97,6 +97,25 @@ def content(model: ModelConfig) -> str | None:
         return sampled_content(places) if places else None
     except OSError as error:
         raise ConfigError(f"the model's files cannot be read: {error}") from error
+
+
+def hub_commit(model: ModelConfig) -> str | None:
+    """Return which commit a hub name stands for now, by where its config.json lies.
+
+    A name without a revision follows the hub's main branch, and that moves. None of a local model,
+    and where it cannot be told (a mirror without commits).
+    """
+    if Path(model.path).exists():
+        return None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        file = hf_hub_download(model.path, "config.json", revision=model.revision)
+    except (OSError, HfHubHTTPError, HFValidationError):
+        return None
+    folder = Path(file).parent
+    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def _text_configs(model: ModelConfig) -> list[dict[str, Any]]:

