@@ -11,6 +11,7 @@ import typer
 
 from jobs.cli_shared import JsonOption, RunArgument, StoreOption, finite, kept_run, print_facts
 from jobs.errors import ExitCode
+from jobs.one_line import one_line
 from store.byte_count import human_bytes
 
 
@@ -56,8 +57,8 @@ def list_prompts(
             if as_json:
                 typer.echo(json.dumps(row.as_json(), ensure_ascii=False))
             else:
-                reason = f"  {row.reason}" if row.reason else ""
-                typer.echo(f"{row.prompt_id}\t{row.num_tokens}\t{row.status}{reason}")
+                reason = f"  {one_line(row.reason)}" if row.reason else ""
+                typer.echo(f"{one_line(row.prompt_id)}\t{row.num_tokens}\t{row.status}{reason}")
 
 
 def verify(
@@ -79,7 +80,7 @@ def verify(
         typer.echo(json.dumps({**body, "bytes": report.bytes, "problems": problems}))
     else:
         for problem in report.problems:
-            typer.echo(f"{problem.name}: {problem.message}")
+            typer.echo(f"{one_line(problem.name)}: {problem.message}")
         verdict = "all good" if report.ok else f"{len(report.problems)} problems"
         kind = "every byte of" if deep else "names and sizes of"
         typer.echo(f"{verdict}: {kind} {report.objects} objects in {report.units} units looked at")

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 PROMPTS_FILE = "prompts.parquet"
 MANIFEST = "export.json"
+MAX_ROW_VALUES = (1 << 31) - 1
+"""What the 32-bit offsets of Arrow's lists can count, and `datasets` reads no others."""
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _SAFETENSORS_TYPES = {
@@ -318,7 +320,15 @@ def _write_dataset(part: _Part, target: Path) -> None:
 
 
 def nested_row(values: np.ndarray[Any, Any]) -> pa.Array:
-    """Return an array as one row of nested lists, without going through Python numbers."""
+    """Return an array as one row of nested lists, without going through Python numbers.
+
+    Raises `ExportRefused` where it has more values than the offsets of a list can count.
+    """
+    if values.size > MAX_ROW_VALUES:
+        raise ExportRefused(
+            f"an array of {values.shape} has {values.size} values, and a row of a dataset takes "
+            f"{MAX_ROW_VALUES}: pick fewer layers, heads or positions, or export to another kind"
+        )
     nested = pa.array(np.ascontiguousarray(values).ravel())
     for axis in range(values.ndim - 1, -1, -1):
         lists = math.prod(values.shape[:axis])

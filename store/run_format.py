@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from store import keys
 from store.codec import Codec
@@ -118,6 +118,16 @@ class LayerSemantics(Part):
     logit_softcap: float | None = None
     alibi_slopes: list[float] | None = None
     sinks: list[float] | None = None
+
+    @model_validator(mode="after")
+    def _one_value_a_head(self) -> Self:
+        for name in ("alibi_slopes", "sinks"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.num_heads:
+                raise ValueError(
+                    f"layer {self.layer} has {len(values)} {name} for {self.num_heads} heads"
+                )
+        return self
 
 
 class ModelManifest(Document):

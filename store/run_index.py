@@ -220,6 +220,9 @@ class RunIndex:
         """Return the rows of many prompts at once. Raises `PromptNotFound` for an unknown one."""
         ids = [prompt for prompt in prompts if isinstance(prompt, str)]
         if ids:
+            for one in ids:
+                if not _is_text(one):
+                    self._row_of_id(one)
             column = self.table()["prompt_id"]
             found = pc.index_in(pa.array(ids, column.type), value_set=column)
             if found.null_count:
@@ -463,9 +466,10 @@ class RunIndex:
         return row % total
 
     def _row_of_id(self, prompt: str) -> int:
-        row = int(pc.index(self.table()["prompt_id"], prompt).as_py())
-        if row >= 0:
-            return row
+        if _is_text(prompt):
+            row = int(pc.index(self.table()["prompt_id"], prompt).as_py())
+            if row >= 0:
+                return row
         some = self.table()["prompt_id"].slice(0, SEARCHED_IDS).to_pylist()
         near = difflib.get_close_matches(prompt, some, 3, 0.5) or some[:3]
         raise PromptNotFound(
@@ -477,6 +481,15 @@ class RunIndex:
 def _positions(commit: Commit, place: int) -> NDArray[np.int64]:
     first = commit.prompts.first_position[place]
     return np.arange(first, first + commit.prompts.num_rows[place], dtype=np.int64)
+
+
+def _is_text(prompt: str) -> bool:
+    """Whether a string is text: with half of a surrogate pair in it it is no id that can be."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _is(outcome: Outcome) -> str:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jobs.one_line import one_line
 from store import open_run
 from store.errors import QueryRefused
 
@@ -161,4 +162,4 @@ def _cell(value: Any) -> str:
     if value is None:
         return "-"
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
-    return text.replace("\n", "↵").replace("\t", "⇥")
+    return one_line(text.replace("\n", "↵").replace("\t", "⇥"))

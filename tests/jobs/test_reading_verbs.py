@@ -7,6 +7,7 @@ import io
 import json
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
@@ -14,7 +15,8 @@ from typer.testing import CliRunner
 from jobs.cli import app
 from store import open_run
 from store.objects.local import LocalStore
-from tests.store.sample_run import SampleShape, write_run
+from tests.store import sample_run
+from tests.store.sample_run import SampleShape, plan_tables, write_run
 
 
 @pytest.fixture
@@ -27,6 +29,31 @@ def answer(*words: str, code: int = 0) -> bytes:
     result = CliRunner().invoke(app, list(words))
     assert result.exit_code == code, result.output
     return result.stdout_bytes if code == 0 else result.stderr_bytes
+
+
+def test_a_listing_has_one_line_a_prompt_whatever_its_id_is(tmp_path, monkeypatch) -> None:
+    def with_ids(lengths: list[list[int]]) -> dict[str, pa.Table]:
+        tables = plan_tables(lengths)
+        table, ids = tables["prompts"], ["a\nb\t9\tstored", "\x1b[31mred", "\u202eé 猫"]
+        place = table.column_names.index("prompt_id")
+        table = table.set_column(place, table.schema.field(place), pa.array(ids))
+        return {**tables, "prompts": table}
+
+    monkeypatch.setattr(sample_run, "plan_tables", with_ids)
+    write_run(LocalStore(tmp_path), SampleShape(), [[4, 7, 2]])
+    listed = answer("ls", str(tmp_path)).decode().splitlines()
+    assert [line.split("\t")[0] for line in listed] == [
+        r"a\nb\t9\tstored", r"\x1b[31mred", r"\u202eé 猫",
+    ]  # fmt: skip
+    shown = answer("query", str(tmp_path), "select prompt_id from prompts").decode()
+    assert r"\x1b[31mred" in shown
+    assert "\x1b" not in shown
+
+
+def test_an_id_that_is_no_text_is_not_found(folder, tmp_path) -> None:
+    id_ = b"\xff".decode(errors="surrogateescape")
+    words = ["show", folder, "--layer", "0", "--head", "0", "--out", str(tmp_path / "x.png")]
+    assert b"there is no prompt '\\udcff'" in answer(*words, "--prompt", id_, code=2)
 
 
 def test_query_in_every_format(folder, tmp_path) -> None:

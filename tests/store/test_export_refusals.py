@@ -96,6 +96,17 @@ def test_a_refused_export_leaves_nothing(
     assert export(run, kind, tmp_path / "out", ExportSelection(sites=["z"])).prompts == 2
 
 
+def test_more_values_than_a_row_of_a_dataset_can_count_are_refused(
+    run: Run, tmp_path: Path, monkeypatch
+) -> None:
+    with pytest.raises(ExportRefused, match=r"2147483648 values, and a row .* takes 2147483647"):
+        exporting.nested_row(np.broadcast_to(np.float32(0), (1 << 11, 1 << 10, 1 << 10)))
+    monkeypatch.setattr(exporting, "MAX_ROW_VALUES", 100)
+    with pytest.raises(ExportRefused, match="pick fewer layers, heads or positions"):
+        export(run, "hf-dataset", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_broken_export_leaves_nothing_and_takes_nothing_else(
     run: Run, tmp_path: Path, monkeypatch
 ) -> None:

@@ -198,6 +198,16 @@ def test_a_model_sealed_again_is_refused(run, change):
     assert not verify_run(run).ok
 
 
+@pytest.mark.parametrize("member", ["alibi_slopes", "sinks"])
+def test_too_few_values_for_the_heads_of_a_layer_are_refused(run, member):
+    rewrite(run, keys.MODEL, layer_change(**{member: [1.0]}))
+    rewrite(run, COMMIT, lambda body: body.update(model_crc32c=None))
+    for call in (lambda r: r.pattern("p0", 0, 0), lambda r: r.read("z", prompt="p0")):
+        with pytest.raises(FormatError, match=f"layer 1 has 1 {member} for 4 heads"):
+            call(open_run(run.url))
+    assert keys.MODEL in {problem.name for problem in verify_run(run).problems}
+
+
 def test_a_model_of_other_library_versions_is_the_same_model(run):
     rewrite(run, keys.MODEL, lambda body: body.update(versions={"vllm": "99"}))
     assert open_run(run.url).read("z", prompt="p0", layer=0).sizes["pos"] == 300

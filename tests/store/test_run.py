@@ -280,6 +280,20 @@ def test_errors_name_the_nearest_and_say_the_state(sample: tuple[Run, Truth]) ->
         run.pattern("p6", 0, 0)
 
 
+@pytest.mark.parametrize("id_", ["\ud800", b"p0\xff".decode(errors="surrogateescape")])
+def test_half_a_surrogate_pair_names_no_prompt(sample: tuple[Run, Truth], id_: str) -> None:
+    run, _ = sample
+    for call in (
+        lambda: run.read("z", prompt=id_),
+        lambda: run.pattern(id_),
+        lambda: run.tokens(id_),
+        lambda: run.batches(["z"], prompts=["p0", id_]),
+        lambda: run.moments("z", prompts=[id_]),
+    ):
+        with pytest.raises(PromptNotFound, match=r"there is no prompt '.*\\ud"):
+            call()
+
+
 def test_the_prompts_table_and_tokens(sample: tuple[Run, Truth]) -> None:
     run, _ = sample
     table = run.prompts
