@@ -1,6 +1,6 @@
 """A worker whose engine computes nothing and fails on purpose; everything around it is real.
 
-It commits units without arrays, so it proves who commits what and when, never what is stored.
+It commits units of zeros, so it proves who commits what and when, never what is stored.
 Faults go by a prompt's first token id and are read from a JSON file named in the environment, so
 that a test can tell an actor process what to do.
 """
@@ -14,14 +14,19 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from capture.settings import EngineFacts, UnitResult, UnitStatus, UnitTask
 from jobs.worker import CaptureWorker
-from store.attempt import AttemptWriter
 from store.commit import commit_unit
 from store.objects.open import open_store
-from store.run_format import Commit, LayerSemantics, ModelManifest, Outcome, PromptOutcomes
+from store.run_format import LayerSemantics, ModelManifest, Outcome
+from tests.store.sample_run import SampleShape, SampleUnit, write_unit
 
 FAULTS = "ATTNSTORE_TEST_FAULTS"
+
+SHAPE = SampleShape(num_layers=1, num_heads=2, num_kv_heads=1, head_size=8)
+"""Of the model that `model_manifest` describes."""
 
 
 class FakeWorker(CaptureWorker):
@@ -99,36 +104,20 @@ class FakeEngine:
             )
         if task.unit == self._faults.get("lie"):
             return UnitResult(task.unit, task.attempt, UnitStatus.COMMITTED)
-        row, first_rows, counts, outcomes = 0, [], [], []
-        for prompt in task.prompts:
-            ran = prompt.reason is None
-            missing = Outcome.SKIPPED if prompt.skipped else Outcome.FAILED
-            outcomes.append(Outcome.STORED if ran else missing)
-            first_rows.append(row if ran else 0)
-            counts.append(len(prompt.token_ids) if ran else 0)
-            row += counts[-1]
-        writer = AttemptWriter(self._objects, task.unit, task.attempt, run_id=self._run_id)
-        commit = Commit(
-            run_id=self._run_id,
-            unit=task.unit,
-            attempt=task.attempt,
-            repair=task.repair,
-            first_prompt=task.first_prompt,
-            plan_hash=task.plan_hash,
-            prompts=PromptOutcomes(
-                outcome=outcomes,
-                first_row=first_rows,
-                num_rows=counts,
-                first_position=[0] * len(outcomes),
-                reasons={
-                    str(place): prompt.reason
-                    for place, prompt in enumerate(task.prompts)
-                    if prompt.reason is not None
-                },
-            ),
-            arrays=[],
-            objects=writer.put_metadata([]),
-            ranks=[],
+        lengths = [len(p.token_ids) if p.reason is None else 0 for p in task.prompts]
+        rows, at = sum(lengths), (task.unit, task.first_prompt)
+        sample = SampleUnit(*at, lengths, {s: _zeros(s, rows) for s in SHAPE.sites})
+        written = write_unit(
+            self._objects, SHAPE, sample, task.attempt, repair=task.repair, run_id=self._run_id
+        )
+        outcomes = [
+            Outcome.STORED if p.reason is None else Outcome.SKIPPED if p.skipped else Outcome.FAILED
+            for p in task.prompts
+        ]
+        reasons = {str(i): p.reason for i, p in enumerate(task.prompts) if p.reason is not None}
+        prompts = written.prompts.model_copy(update={"outcome": outcomes, "reasons": reasons})
+        commit = written.model_copy(
+            update={"prompts": prompts, "model_crc32c": self.facts.model.fingerprint}
         )
         result = commit_unit(self._objects, commit)
         return UnitResult(
@@ -137,9 +126,14 @@ class FakeEngine:
             UnitStatus.COMMITTED if result.won else UnitStatus.SUPERSEDED,
             stored=outcomes.count(Outcome.STORED),
             failed=outcomes.count(Outcome.FAILED),
-            tokens=row,
-            bytes=row * self._faults.get("bytes_per_token", 64),
+            tokens=rows,
+            bytes=rows * self._faults.get("bytes_per_token", 64),
         )
+
+
+def _zeros(site: str, rows: int) -> np.ndarray:
+    size = (SHAPE.num_layers, rows, SHAPE.heads(site), SHAPE.head_size)
+    return np.zeros(size, np.float32)
 
 
 def model_manifest(run_id: str) -> ModelManifest:

@@ -97,10 +97,16 @@ def make_unit(
 
 
 def write_unit(
-    objects: ObjectStore, shape: SampleShape, sample: SampleUnit, attempt: str, *, repair: int = 0
+    objects: ObjectStore,
+    shape: SampleShape,
+    sample: SampleUnit,
+    attempt: str,
+    *,
+    repair: int = 0,
+    run_id: str = RUN_ID,
 ) -> Commit:
     """Put every object of one attempt and return the commit, not yet made."""
-    writer = AttemptWriter(objects, sample.unit, attempt, run_id=RUN_ID)
+    writer = AttemptWriter(objects, sample.unit, attempt, run_id=run_id)
     num_tokens = sum(sample.lengths)
     records: list[ObjectRecord] = []
     arrays: list[ArrayRecord] = []
@@ -129,7 +135,7 @@ def write_unit(
     first_row = np.concatenate(([0], np.cumsum(sample.lengths)[:-1])).tolist()
     heads_of = {site: list(range(shape.heads(site))) for site in shape.sites}
     return Commit(
-        run_id=RUN_ID,
+        run_id=run_id,
         unit=sample.unit,
         attempt=attempt,
         repair=repair,
