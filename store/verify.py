@@ -22,6 +22,7 @@ from store.due_sites import due_sites, site_contradictions
 from store.errors import FormatError, ObjectNotFound, RunError, StoreError
 from store.generated import GENERATED, read_generated
 from store.model_check import model_contradictions
+from store.objects.local import LocalStore
 from store.objects.protocol import ObjectStore
 from store.planned_units import PlannedUnits
 from store.replaced import newest_commit
@@ -34,14 +35,24 @@ from store.run_format import (
 )
 from store.sealed_json import MAX_JSON_BYTES
 from store.snapshot import LATEST, MANIFEST, read_snapshot, snapshot_names
+from store.summaries import SUMMARIES
 from store.verify_beside import check_beside
 from store.verify_object import object_problem, shards_of
 from store.verify_plan import check_plan
 from store.verify_report import VerifyReport
+from store.weights import WEIGHTS
 
 SHALLOW_THREADS = 16
 DEEP_THREADS = 4
 BATCH_UNITS = 1000
+_FOLDERS = {
+    prefix.rstrip("/")
+    for prefix in (
+        keys.CHECKS, keys.COMMITS, keys.DATA, keys.OWNERS, keys.PLAN, keys.SNAPSHOTS, SUMMARIES,
+        WEIGHTS,
+    )
+}  # fmt: skip
+"""A run in which one of these is a link is looked at no further: nothing in it can be listed."""
 _T = TypeVar("_T", bound=Document)
 
 
@@ -58,6 +69,11 @@ def verify_run(
     held whole: 64 MiB as this library writes them. `progress` is called after each unit.
     """
     report = VerifyReport(deep=deep)
+    if isinstance(objects, LocalStore):
+        for name in objects.no_files():
+            report.add(name, "is a link, a pipe or a device: what lies behind it is not the run's")
+        if {one.name for one in report.problems} & _FOLDERS:
+            return report
     run = _document(objects, keys.RUN, RunManifest, report)
     run_id = run.run_id if run is not None else None
     model = _document(objects, keys.MODEL, ModelManifest, report, optional=True)

@@ -151,6 +151,11 @@ class LocalStore:
                     _sync_folder(path)
             self._sync_folders_down_to(folder)
 
+    def no_files(self) -> Iterator[str]:
+        """Yield the names of links, pipes and devices: what no object and no folder of a run is."""
+        with self._reported(""):
+            yield from _no_files(self._root, "")
+
     def stale_temporaries(self, before: float, *, delete: bool = False) -> int:
         """Count temporary files not written to since `before` (seconds since 1970); may delete."""
         found = 0
@@ -280,6 +285,17 @@ def _walk(folder: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
             with suppress(FileNotFoundError):
                 found = entry.stat(follow_symlinks=False)
                 yield ObjectInfo(whole, found.st_size, f"{found.st_ino}-{found.st_mtime_ns}")
+
+
+def _no_files(folder: str, prefix: str) -> Iterator[str]:
+    with suppress(FileNotFoundError):
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if entry.name.startswith(".") and (prefix or entry.name != TEMPORARY_FOLDER):
+                continue
+            if entry.is_dir(follow_symlinks=False):
+                yield from _no_files(entry.path, f"{prefix}{entry.name}/")
+            elif not entry.is_file(follow_symlinks=False):
+                yield prefix + entry.name
 
 
 def _write_gathered(descriptor: int, parts: Iterable[Buffer]) -> None:

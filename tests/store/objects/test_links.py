@@ -149,6 +149,20 @@ def test_what_is_no_file_is_told_at_once(run, outside, name, kind):
     assert len(problems) > 1
 
 
+TOP = ["checks", "commits", "data", "owners", "plan", "snapshots", "summaries", "weights", ".tmp"]
+
+
+@pytest.mark.parametrize("name", [*TOP, "commits/000000", "plan/0000", "data/00000001"])
+def test_a_verification_names_every_link(run, outside, name):
+    folder = Path(run.url) / name
+    if folder.exists():
+        folder.rename(outside / "moved")
+    folder.symlink_to(outside / "moved")
+    problems = verify_run(run).problems
+    assert name in {problem.name for problem in problems}
+    assert "link" in next(one.message for one in problems if one.name == name)
+
+
 def test_a_pipe_and_a_link_can_be_deleted(run, outside):
     os.mkfifo(Path(run.url) / "data/pipe")
     (Path(run.url) / "data/link").symlink_to(outside)
