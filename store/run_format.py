@@ -103,6 +103,21 @@ class RunManifest(Document):
     config: dict[str, Any]
     versions: dict[str, str]
 
+    @model_validator(mode="after")
+    def _lists_are_lists(self) -> Self:
+        """Check what a reader takes from the config: it may have been altered and sealed again."""
+        capture = self.config.get("capture")
+        capture = capture if isinstance(capture, dict) else {}
+        for name, kind in (("sites", str), ("layers", int)):
+            stated = capture.get(name)
+            if stated is None:
+                continue
+            if not isinstance(stated, (list, tuple)) or not all(
+                isinstance(one, kind) for one in stated
+            ):
+                raise ValueError(f"capture.{name} is {stated!r}, no list of {kind.__name__}")
+        return self
+
 
 class LayerSemantics(Part):
     """What one attention layer computes between q, k, v and z; enough to rebuild its pattern."""

@@ -30,6 +30,7 @@ from store.run_format import (
     Commit,
     Document,
     ModelManifest,
+    Outcome,
     RunManifest,
     SnapshotManifest,
 )
@@ -94,6 +95,7 @@ def verify_run(
                 report.include(found)
                 if progress is not None:
                     progress(report)
+    _check_alike(report, dict(committed))
     _check_snapshots(objects, run_id, report, dict(committed), deep=deep)
     check_beside(objects, run, model, report, deep=deep)
     return report
@@ -157,6 +159,8 @@ def _check_commit(
             report.add(key, problem, unit)
     for problem in chain(site_contradictions(commit, due), commit_problems(commit)):
         report.add(key, problem, unit)
+    if Outcome.STORED in commit.prompts.outcome:
+        report.held[tuple(sorted(array.site for array in commit.arrays))] = [unit]
     listed = {info.name[len(prefix) :]: info.bytes for info in objects.list(prefix)}
     for problem in missing_objects(commit, listed):
         report.add(prefix, problem, unit)
@@ -171,6 +175,19 @@ def _check_commit(
             if message is not None:
                 report.add(prefix + record.name, message, unit)
     return report
+
+
+def _check_alike(report: VerifyReport, committed: dict[int, str]) -> None:
+    """Report units that lack a site which most units hold: no config tells those of a probe."""
+    if len(report.held) < 2:
+        return
+    usual = set(max(report.held.items(), key=lambda one: len(one[1]))[0])
+    known = {(problem.name, problem.message.split(",")[0]) for problem in report.problems}
+    for sites, units in report.held.items():
+        for site in sorted(usual.difference(sites)):
+            for unit in units:
+                if (committed[unit], f"holds no {site}") not in known:
+                    report.add(committed[unit], f"holds no {site}, which most units hold", unit)
 
 
 def _generated(objects: ObjectStore, commit: Commit, report: VerifyReport) -> dict[int, int] | None:

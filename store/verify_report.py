@@ -23,6 +23,8 @@ class VerifyReport:
     objects: int = 0
     bytes: int = 0
     problems: list[Problem] = field(default_factory=list)
+    held: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+    """Which sites units of stored prompts hold -> those units."""
 
     @property
     def ok(self) -> bool:
@@ -40,6 +42,8 @@ class VerifyReport:
         self.objects += other.objects
         self.bytes += other.bytes
         self.problems += other.problems
+        for sites, units in other.held.items():
+            self.held.setdefault(sites, []).extend(units)
 
     def add(self, name: str, message: object, unit: int | None = None) -> None:
         self.problems.append(Problem(name, str(message), unit))

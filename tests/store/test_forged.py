@@ -170,6 +170,27 @@ def test_prompts_that_are_called_stored_and_are_not_are_refused(kept, change, me
             call()
 
 
+def test_a_unit_that_lacks_what_most_units_hold_is_found(tmp_path):
+    objects = LocalStore(tmp_path)
+    write_run(objects, SampleShape(), [[3], [4], [0], [5]])
+    assert verify_run(objects).problems == []
+    rewrite(objects, keys.commit_key(1), without_site)
+    (problem,) = verify_run(objects).problems
+    assert (problem.name, problem.unit) == (keys.commit_key(1), 1)
+    assert problem.message == "holds no z, which most units hold"
+
+
+@pytest.mark.parametrize(
+    ("member", "value"),
+    [("sites", 3), ("sites", "z"), ("sites", [3]), ("layers", "x"), ("layers", {"0": 1})],
+)
+def test_a_config_whose_lists_are_none_is_refused(kept, member, value):
+    rewrite(kept, keys.RUN, lambda body: body["config"]["capture"].update({member: value}))
+    with pytest.raises(FormatError, match=rf"capture\.{member} is .*, no list of"):
+        open_run(kept.url)
+    assert keys.RUN in {problem.name for problem in verify_run(kept).problems}
+
+
 def layer_change(**members):
     return lambda body: body["layers"][1].update(members)
 
