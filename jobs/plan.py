@@ -124,9 +124,10 @@ def check_inputs(config: RunConfig, segments: Sequence[PlanManifest]) -> str | N
     return None
 
 
-def is_last_source(config: RunConfig, segments: Sequence[PlanManifest]) -> bool:
-    """Return whether the config's source is what the last segment was planned from."""
-    return _difference(PromptSource(config.prompts), segments[-1].inputs) is None
+def is_planned(config: RunConfig, segments: Sequence[PlanManifest]) -> bool:
+    """Return whether the config's source is what one of the segments was planned from."""
+    source = PromptSource(config.prompts)
+    return any(_difference(source, segment.inputs) is None for segment in segments)
 
 
 def _difference(source: PromptSource, planned: Sequence[PlanInput]) -> str | None:

@@ -25,7 +25,7 @@ from jobs.errors import ConfigError, RunOwnedElsewhere
 from jobs.plan import (
     PlanProgress,
     check_inputs,
-    is_last_source,
+    is_planned,
     make_prompter,
     read_unit_table,
     write_plan,
@@ -190,11 +190,11 @@ def extend_run(
     run: PreparedRun,
     progress: Callable[[PlanProgress], None] = lambda _progress: None,
 ) -> PreparedRun:
-    """Add the config's source as one more plan segment, unless it is the last segment's source.
+    """Add the config's source as one more plan segment, unless it is the source of one already.
 
     Raises `DamagedObject` where units that it would plan were captured before.
     """
-    if is_last_source(config, run.segments):
+    if is_planned(config, run.segments):
         return run
     remains = find_remains(objects, run.num_units)
     if remains is not None:

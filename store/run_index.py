@@ -25,7 +25,7 @@ from store import keys
 from store.ahead import Begin, Begun, asked_at_once
 from store.commit_cache import CommitCache, RowProblems, UnitSummary, has_generated
 from store.committed_units import CommittedUnits
-from store.errors import FormatError, PromptNotFound, PromptNotStored
+from store.errors import DamagedObject, FormatError, PromptNotFound, PromptNotStored
 from store.generated import Continuation
 from store.objects.protocol import ObjectStore
 from store.plan import FIRST_MANIFEST, read_segments
@@ -146,6 +146,11 @@ class RunIndex:
         if committed.last >= planned:
             # A segment may have come, and a unit of it, after segments were listed: look again.
             segments = self._own(read_segments(self._objects))
+            if not segments:
+                raise DamagedObject(
+                    f"{FIRST_MANIFEST} is missing, though units are committed; run `attnstore "
+                    "verify`"
+                )
         plan = self._plan
         if segments != plan.segments:
             plan = PlanTables(self._objects, segments, self._threads.begin)

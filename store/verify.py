@@ -24,6 +24,7 @@ from store.generated import GENERATED, read_generated
 from store.model_check import model_contradictions
 from store.objects.local import LocalStore
 from store.objects.protocol import ObjectStore
+from store.plan import FIRST_MANIFEST
 from store.planned_units import PlannedUnits
 from store.replaced import newest_commit
 from store.run_format import (
@@ -83,6 +84,9 @@ def verify_run(
     planned = check_plan(objects, run, report, deep=deep)
     workers = threads or (DEEP_THREADS if deep else SHALLOW_THREADS)
     committed = list(committed_units(objects).items())
+    if planned is not None and not planned.segments and committed:
+        report.add(FIRST_MANIFEST, "is missing, though units are committed; restore it from a copy")
+        planned = None
     if model is None and committed and not any(p.name == keys.MODEL for p in report.problems):
         report.add(keys.MODEL, "is missing, though units are committed")
     with ThreadPoolExecutor(workers, thread_name_prefix="verify") as pool:

@@ -226,6 +226,10 @@ def test_extending_adds_a_segment_once_and_keeps_what_is_stored(drive: Driven) -
         n for n in after if "owners/" not in n
     ]
     assert drive(first).exit_code is ExitCode.DONE
+    drive(drive.config([{"id": "last", "text": "w9"}], "last.jsonl"), extend=True)
+    for planned in (first, second):  # Whichever of its segments is meant, the same command again.
+        assert drive(planned, extend=True).exit_code is ExitCode.DONE
+    assert len(statuses(second)) == 18
 
 
 def test_prompts_left_out_by_the_config_count_as_skipped(drive: Driven) -> None:

@@ -8,7 +8,7 @@ from store import keys, open_run
 from store.errors import DamagedObject, FormatError
 from store.gc import collect_garbage
 from store.objects.local import LocalStore
-from store.plan import read_prompts, read_segments
+from store.plan import FIRST_MANIFEST, read_prompts, read_segments
 from store.plan_writer import SegmentWriter
 from store.remains import find_remains
 from store.snapshot import write_snapshot
@@ -92,3 +92,17 @@ def test_a_model_or_a_snapshot_remains_of_a_run(tmp_path, kept):
             objects.delete(info.name)
     assert (find_remains(objects, 0) or "").startswith(kept)
     assert find_remains(objects, 1) is None
+
+
+def test_a_plan_that_is_lost_under_its_commits_is_one_problem_and_no_empty_run(tmp_path):
+    objects = LocalStore(tmp_path)
+    write_run(objects, SampleShape(), LENGTHS)
+    opened = open_run(objects.url)
+    objects.delete(FIRST_MANIFEST)
+    for call in (lambda: open_run(objects.url), opened.refresh):
+        with pytest.raises(DamagedObject, match="is missing, though units are committed"):
+            call()
+    for deep in (False, True):
+        (problem,) = verify_run(objects, deep=deep).problems
+        assert problem.name == FIRST_MANIFEST
+    assert opened.read("z", prompt=0).sizes["pos"] == 3
