@@ -103,9 +103,10 @@ def write_unit(
     attempt: str,
     *,
     repair: int = 0,
-    run_id: str = RUN_ID,
+    run_id: str | None = None,
 ) -> Commit:
     """Put every object of one attempt and return the commit, not yet made."""
+    run_id = run_id or RUN_ID
     writer = AttemptWriter(objects, sample.unit, attempt, run_id=run_id)
     num_tokens = sum(sample.lengths)
     records: list[ObjectRecord] = []
