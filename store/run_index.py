@@ -147,10 +147,7 @@ class RunIndex:
             # A segment may have come, and a unit of it, after segments were listed: look again.
             segments = self._own(read_segments(self._objects))
             if not segments:
-                raise DamagedObject(
-                    f"{FIRST_MANIFEST} is missing, though units are committed; run `attnstore "
-                    "verify`"
-                )
+                raise DamagedObject(f"{FIRST_MANIFEST} is missing, though units are committed")
         plan = self._plan
         if segments != plan.segments:
             plan = PlanTables(self._objects, segments, self._threads.begin)
