@@ -6,9 +6,12 @@ Plan files are small and neighbours share them, so the last few are kept.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from capture.settings import PromptTask, UnitTask
 from jobs.messages import UnitOrder
@@ -18,6 +21,7 @@ from store.plan import read_prompt_file, read_segments
 from store.run_format import PlanManifest
 
 _KEPT_FILES = 4
+_SAMPLED_FROM = 1024
 _COLUMNS = ("token_ids", "plan_reason")
 
 
@@ -55,16 +59,25 @@ class TaskReader:
             plan_hash=manifest.plan_hash,
         )
 
-    def first_prompts(self, count: int) -> list[np.ndarray]:
-        """Return the token ids of the plan's first prompts that can be captured."""
-        found: list[np.ndarray] = []
+    def sample_prompts(self, count: int) -> list[np.ndarray]:
+        """Return the token ids of `count` of the plan's first prompts that can be captured.
+
+        The longest, the shortest and some between, the longest first: of short prompts alone, as a
+        plan may begin with, a check would learn nothing.
+        """
+        first = sorted(islice(self._usable(), _SAMPLED_FROM), key=len, reverse=True)
+        places = np.linspace(0, len(first) - 1, min(count, len(first))).round().astype(int)
+        return [first[place] for place in places.tolist()]
+
+    def _usable(self) -> Iterator[np.ndarray]:
+        """Yield the token ids of the plan's prompts that can be captured, file by file."""
         for manifest in read_segments(self._objects):
             for place in range(len(manifest.prompts)):
-                tasks = _prompts(self._file(manifest, place), {}, 0)
-                found += [task.token_ids for task in tasks if task.reason is None][:count]
-                if len(found) >= count:
-                    return found[:count]
-        return found
+                table = self._file(manifest, place)
+                usable = table.filter(pc.is_null(table["plan_reason"]))
+                yield from (
+                    task.token_ids for task in _prompts(usable.slice(0, _SAMPLED_FROM), {}, 0)
+                )
 
     def _file(self, manifest: PlanManifest, place: int) -> pa.Table:
         key = (manifest.segment, place)

@@ -128,7 +128,7 @@ class CaptureWorker:
         return engine
 
     def _self_check(self, engine: CaptureEngine) -> None:
-        """Try the engine on the run's first prompts, unless a worker of this run has done so.
+        """Try the engine on some of the run's prompts, unless a worker of this run has done so.
 
         A start with other ranks or libraries tries again. The figures are kept beside the run. What
         it raises ends the worker, as a failed start does.
@@ -141,7 +141,7 @@ class CaptureWorker:
         if any(info.name == name for info in self._objects.list(keys.CHECKS)):
             return
         started = time.monotonic()
-        prompts = self._tasks.first_prompts(MAX_PROMPTS)
+        prompts = self._tasks.sample_prompts(MAX_PROMPTS)
         found = self_check(engine, prompts, spec.location, spec.engine.model)
         if found is not None:
             figures = SelfCheckFigures(

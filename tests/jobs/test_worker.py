@@ -237,5 +237,22 @@ def test_prompts_to_check_are_found_behind_files_without_any(
     objects = open_store(config.output)
     write_plan(objects, config, run_id=RUN_ID)
     tasks = TaskReader(objects)
-    assert [len(ids) for ids in tasks.first_prompts(2)] == [2, 1]
-    assert [len(ids) for ids in tasks.first_prompts(9)] == [2, 1, 3]
+    assert [len(ids) for ids in tasks.sample_prompts(2)] == [3, 1]
+    assert [len(ids) for ids in tasks.sample_prompts(9)] == [3, 2, 1]
+
+
+def test_prompts_to_check_are_long_ones_too_where_a_plan_begins_with_short_ones(
+    make_config: Callable[..., RunConfig],
+    write_prompts: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jobs.plan.PROMPTS_PER_FILE", 4)
+    texts = [" ".join(["w1"] * length) for length in (1, 1, 1, 1, 1, 4, 2, 6)]
+    config = make_config(write_prompts(texts))
+    objects = open_store(config.output)
+    write_plan(objects, config, run_id=RUN_ID)
+    tasks = TaskReader(objects)
+    assert [len(ids) for ids in tasks.sample_prompts(4)] == [6, 2, 1, 1]
+    monkeypatch.setattr("jobs.tasks._SAMPLED_FROM", 6)
+    assert [len(ids) for ids in tasks.sample_prompts(1)] == [4]
+    assert len(TaskReader(objects).sample_prompts(4)) == 4
