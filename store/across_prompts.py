@@ -22,8 +22,9 @@ from store.errors import PromptNotStored, SiteNotFound
 from store.head_scores import Scorer, attention_to_tokens, scorer
 from store.objects.protocol import ObjectStore
 from store.prompt_blocks import BlockReader, Chosen, choose
+from store.prompt_names import Prompt, prompt_list
 from store.run_format import LayerSemantics, Site
-from store.run_index import Prompt, RunIndex, prompt_list
+from store.run_index import RunIndex
 from store.selection import Choice
 from store.site_names import REBUILT, NamedSite, SiteName
 from store.top_rows import top_rows
@@ -174,9 +175,10 @@ class AcrossPrompts:
                 stacklevel=2,
             )
         strings = [index.tokens(row.prompt)[1][row.pos] for row in found.rows]
+        ids = [index.names.id_of(row.prompt) for row in found.rows]
         table = pa.table(
             {
-                "prompt_id": pa.array([index.id_of(row.prompt) for row in found.rows], pa.string()),
+                "prompt_id": pa.array(ids, pa.string()),
                 "pos": pa.array([row.pos for row in found.rows], pa.int64()),
                 "token": pa.array(strings, pa.string()),
                 "layer": pa.array([row.layer for row in found.rows], pa.int64()),
@@ -323,7 +325,7 @@ def _choose(
 
 def _matching_ids(index: RunIndex, expression: str, prompts: Sequence[Prompt] | None) -> list[int]:
     wanted = re.compile(expression)
-    rows = range(index.num_prompts) if prompts is None else index.rows_of(prompts)
+    rows = range(index.num_prompts) if prompts is None else index.names.rows_of(prompts)
     # A token's string may depend on what stands before it: one match of an id is enough.
     seen: set[tuple[int, str]] = set()
     for row in rows:

@@ -19,8 +19,8 @@ from store.errors import SiteNotFound
 from store.site_names import REBUILT, SiteName, hook_name, resolve
 
 if TYPE_CHECKING:
+    from store.prompt_names import Prompt
     from store.run import Run
-    from store.run_index import Prompt
 
 
 class PromptCache(Mapping[SiteName, NDArray[Any]]):

@@ -23,8 +23,8 @@ from store.errors import ObjectNotFound, RunError
 from store.objects.local import LocalStore
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
+from store.prompt_names import Prompt
 from store.run import Run, open_run
-from store.run_index import Prompt
 from store.selection import describe
 from store.site_names import SCORES
 

@@ -31,8 +31,8 @@ from store.selection import Choice, integer
 from store.site_names import EXPORT_NAMES, REBUILT, resolve
 
 if TYPE_CHECKING:
+    from store.prompt_names import Prompt
     from store.run import Run
-    from store.run_index import Prompt
 
 PROMPTS_FILE = "prompts.parquet"
 MANIFEST = "export.json"

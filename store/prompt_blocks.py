@@ -20,7 +20,8 @@ from store.codec import DTYPES
 from store.commit_cache import UnitSummary
 from store.errors import DamagedObject, FormatError
 from store.explain import ReadCost
-from store.run_index import Prompt, RunIndex, prompt_list
+from store.prompt_names import Prompt, prompt_list
+from store.run_index import RunIndex
 from store.selection import AxisSelection, Choice, select
 from store.unit_arrays import PromptArray, UnitArrays
 
@@ -112,7 +113,7 @@ def choose(
         wanted = {unit: np.flatnonzero(summary.stored) for unit, summary in summaries.items()}
         missing = index.missing()
     else:
-        rows = index.rows_of(prompt_list(prompts))
+        rows = index.names.rows_of(prompt_list(prompts))
         summaries = index.summaries(np.unique(index.units_of(rows)).tolist())
         wanted = _named_places(index, rows, summaries)
     blocks: list[Block] = []

@@ -31,8 +31,9 @@ from store.objects.protocol import ObjectStore
 from store.planned_units import kept_positions
 from store.prompt_attention import AttentionChoices, PromptAttention
 from store.prompt_blocks import BlockReader, choose
+from store.prompt_names import Prompt, is_one_prompt
 from store.run_format import LayerSemantics, ModelManifest, RunManifest, Site
-from store.run_index import Prompt, RunIndex, StoredPrompt, is_one_prompt, looking
+from store.run_index import RunIndex, StoredPrompt, looking
 from store.sealed_json import MAX_JSON_BYTES
 from store.selection import Choice, select
 from store.site_names import REBUILT, SCORES, NamedSite, SiteName, resolve
@@ -195,9 +196,9 @@ class Run(AcrossPrompts):
         ids, strings = index.tokens(row)
         said = index.continuation(row)
         if said is None:
-            return Tokens(index.id_of(row), ids, tuple(strings))
+            return Tokens(index.names.id_of(row), ids, tuple(strings))
         generated = len(said.token_ids), tuple(said.logprobs)
-        return Tokens(index.id_of(row), ids, tuple(strings), *generated)
+        return Tokens(index.names.id_of(row), ids, tuple(strings), *generated)
 
     def read(
         self,
@@ -437,7 +438,7 @@ class Run(AcrossPrompts):
 
 def _token_axis(index: RunIndex, array: PromptArray) -> TokenAxis:
     _, strings = index.tokens(array.row)
-    return TokenAxis(index.id_of(array.row), strings)
+    return TokenAxis(index.names.id_of(array.row), strings)
 
 
 def _chosen_heads(config: Mapping[str, Any]) -> list[int] | None:

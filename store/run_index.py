@@ -8,57 +8,36 @@ whoever holds one sees one state of the run, whatever other threads do.
 
 from __future__ import annotations
 
-import difflib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from store import keys
 from store.ahead import Begin, Begun, asked_at_once
 from store.commit_cache import CommitCache, RowProblems, UnitSummary, has_generated
 from store.committed_units import CommittedUnits
-from store.errors import DamagedObject, FormatError, PromptNotFound, PromptNotStored
+from store.errors import DamagedObject, FormatError, PromptNotStored
 from store.generated import Continuation
 from store.objects.protocol import ObjectStore
 from store.plan import FIRST_MANIFEST, read_segments
 from store.plan_tables import PlanTables, PromptTokens
 from store.planned_units import plan_contradiction, row_contradiction
+from store.prompt_names import Prompt, PromptNames
 from store.run_format import Commit, ModelManifest, Outcome, PlanManifest
 from store.sealed_json import MAX_JSON_BYTES
-from store.selection import integer
 from store.snapshot import find_committed
 
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
-Prompt = str | int
-"""A prompt's id, or its row in the prompts table."""
-
-SEARCHED_IDS = 20_000
 ROWS_AHEAD = 4096
 """A prompt of more rows is held against the plan before anything of its size is made: what a commit
 says of it may be anything. Others are read while the plan's table is on its way."""
 PENDING = "pending"
-
-
-def is_one_prompt(prompts: Prompt | Iterable[Prompt]) -> TypeIs[Prompt]:
-    """Whether this names one prompt rather than several; bytes count as one, and name none."""
-    return isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable)
-
-
-def prompt_list(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Return several prompts as a list. Raises `PromptNotFound` where only one is given."""
-    if is_one_prompt(prompts):
-        raise PromptNotFound(f"{prompts!r} is no list of prompts: give ids or rows in a list")
-    return list(prompts)
 
 
 class Threads(Protocol):
@@ -127,6 +106,8 @@ class RunIndex:
         self._run_id = run_id
         self._kept = kept
         self._plan = plan or PlanTables(objects, [], threads.begin)
+        self.names = PromptNames(self._plan)
+        """What a prompt's id or number means in this state."""
         self._committed = committed or CommittedUnits.none()
         self._commits = commits or CommitCache(objects, threads.begin, run_id, due)
         self._lock = threading.Lock()
@@ -210,30 +191,9 @@ class RunIndex:
 
         Raises `PromptNotFound`, naming ids that are spelled nearly so.
         """
-        row = self._row_of_id(prompt) if isinstance(prompt, str) else self._row_of_number(prompt)
+        row = self.names.row_of(prompt)
         (unit,), (place,) = self._plan.units_of(np.asarray([row], np.int64))
         return PromptPlace(row, int(unit), int(place))
-
-    def id_of(self, row: int) -> str:
-        """Return the id of the prompt in this row."""
-        return str(self.table()["prompt_id"][row].as_py())
-
-    def rows_of(self, prompts: Sequence[Prompt]) -> NDArray[np.int64]:
-        """Return the rows of many prompts at once. Raises `PromptNotFound` for an unknown one."""
-        ids = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if ids:
-            for one in ids:
-                if not _is_text(one):
-                    self._row_of_id(one)
-            column = self.table()["prompt_id"]
-            found = pc.index_in(pa.array(ids, column.type), value_set=column)
-            if found.null_count:
-                missing = ids[pc.index(found.is_null(), True).as_py()]
-                self._row_of_id(missing)
-            place = iter(found.to_pylist())
-            rows = [next(place) if isinstance(p, str) else self._row_of_number(p) for p in prompts]
-            return np.asarray(rows, np.int64)
-        return np.asarray([self._row_of_number(p) for p in prompts], np.int64)  # type: ignore[arg-type]
 
     def units_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the unit of each prompt row."""
@@ -250,7 +210,7 @@ class RunIndex:
         if isinstance(prompt, str):
             unit = self._plan.only_unit
         elif self._plan.only_unit is None:
-            unit = self._committed.unit_of(self._row_of_number(prompt))
+            unit = self._committed.unit_of(self.names.row_of_number(prompt))
         name = None if unit is None else self._committed.key(unit)
         if name is not None:
             self._commits.begin(name)
@@ -275,7 +235,7 @@ class RunIndex:
         if commit is None:
             done, planned = len(self._committed), self.num_units
             raise PromptNotStored(
-                f"prompt {self.id_of(place.row)!r} is pending: its unit {place.unit} is not "
+                f"prompt {self.names.id_of(place.row)!r} is pending: its unit {place.unit} is not "
                 f"committed ({done} of {planned} units are); run `attnstore run` again, then call "
                 "refresh()"
             )
@@ -288,7 +248,9 @@ class RunIndex:
         outcome = outcomes.outcome[place.place]
         if outcome is not Outcome.STORED:
             reason = outcomes.reasons.get(str(place.place), "no reason was recorded")
-            raise PromptNotStored(f"prompt {self.id_of(place.row)!r} {_is(outcome)}: {reason}")
+            raise PromptNotStored(
+                f"prompt {self.names.id_of(place.row)!r} {_is(outcome)}: {reason}"
+            )
         if outcomes.num_rows[place.place] > ROWS_AHEAD:
             self._check_rows(place, commit)
         return StoredPrompt(
@@ -302,7 +264,7 @@ class RunIndex:
     def _check_rows(self, place: PromptPlace, commit: Commit) -> None:
         if problem := self.row_problems(commit).get(place.place):
             raise FormatError(
-                f"the commit of unit {place.unit}: {problem} ({self.id_of(place.row)!r}); "
+                f"the commit of unit {place.unit}: {problem} ({self.names.id_of(place.row)!r}); "
                 "run `attnstore verify`"
             )
 
@@ -453,45 +415,10 @@ class RunIndex:
     def _map_all(self, function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
         return self._threads.map(function, list(items))
 
-    def _row_of_number(self, prompt: int) -> int:
-        total = self.num_prompts
-        row = integer(prompt)
-        if row is None:
-            raise PromptNotFound(
-                f"{prompt!r} names no prompt: give its id (a str) or its row (an int), "
-                f"not {type(prompt).__name__}"
-            )
-        if not -total <= row < total:
-            raise PromptNotFound(
-                f"there is no prompt row {prompt}; the run has rows 0..{total - 1}"
-            )
-        return row % total
-
-    def _row_of_id(self, prompt: str) -> int:
-        if _is_text(prompt):
-            row = int(pc.index(self.table()["prompt_id"], prompt).as_py())
-            if row >= 0:
-                return row
-        some = self.table()["prompt_id"].slice(0, SEARCHED_IDS).to_pylist()
-        near = difflib.get_close_matches(prompt, some, 3, 0.5) or some[:3]
-        raise PromptNotFound(
-            f"there is no prompt {prompt!r} in the run; nearest: {', '.join(map(repr, near))}; "
-            f"run.prompts lists all {self.num_prompts}"
-        )
-
 
 def _positions(commit: Commit, place: int) -> NDArray[np.int64]:
     first = commit.prompts.first_position[place]
     return np.arange(first, first + commit.prompts.num_rows[place], dtype=np.int64)
-
-
-def _is_text(prompt: str) -> bool:
-    """Whether a string is text: with half of a surrogate pair in it it is no id that can be."""
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _is(outcome: Outcome) -> str:

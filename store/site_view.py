@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Required, TypedDict, Unpack
 import xarray as xr
 from numpy.typing import DTypeLike
 
+from store.prompt_names import Prompt
 from store.run_format import LayerSemantics, Site
-from store.run_index import Prompt
 from store.selection import Choice, describe
 from store.site_names import REBUILT, NamedSite
 
