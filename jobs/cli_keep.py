@@ -35,6 +35,8 @@ def status(
                 typer.echo(json.dumps(found.as_json()))
             else:
                 _print_status(run_url, found)
+            if found.damaged:
+                raise typer.Exit(int(ExitCode.REFUSED))
             if not watch or found.complete:
                 return
             time.sleep(every)
@@ -119,13 +121,15 @@ def gc(
 
 def _print_status(run_url: str, found: Any) -> None:
     quarantined = f", {found.units_quarantined} quarantined" if found.units_quarantined else ""
+    damaged = f", {len(found.damaged)} damaged" if found.damaged else ""
     missing = f"{found.prompts_failed} failed, {found.prompts_skipped} skipped"
     print_facts(
         [
             ("run", run_url),
-            ("units", f"{found.units_committed} of {found.units_planned}{quarantined}"),
+            ("units", f"{found.units_committed} of {found.units_planned}{quarantined}{damaged}"),
             ("prompts", f"{found.prompts_stored} of {found.prompts_planned} stored, {missing}"),
             ("bytes", human_bytes(found.bytes)),
+            *(("damaged", one) for one in (found.damage(),) if one),
             *(("check", check.sentence()) for check in found.checks[-1:]),
         ]
     )

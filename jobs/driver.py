@@ -39,6 +39,7 @@ from jobs.prepare import (
     create_run,
     done_mask,
     extend_run,
+    find_done,
     find_run,
     unit_columns,
 )
@@ -50,12 +51,11 @@ from jobs.watch import Watch
 from jobs.worker import CaptureWorker
 from store import keys
 from store.commit import begin_repair
-from store.errors import FrozenFieldChanged, ObjectExists, StoreError
+from store.errors import DamagedObject, FrozenFieldChanged, ObjectExists, StoreError
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
 from store.run_format import ModelManifest
 from store.sealed_json import MAX_JSON_BYTES
-from store.snapshot import find_committed
 
 STEP_SECONDS = 0.25
 _AGAIN = "run the same command to go on"
@@ -131,7 +131,7 @@ def run(
     finally:
         with suppress(StoreError):  # Without a goodbye the next driver only waits a little.
             owner.release()
-    status = read_status(objects)
+    status = _sound_status(objects)
     if not status.complete:
         # The store has the last word, whatever workers reported.
         missing = status.units_planned - status.units_committed - status.units_quarantined
@@ -145,7 +145,15 @@ def run(
 def _nothing_to_do(objects: ObjectStore, prepared: PreparedRun, log: EventLog) -> RunOutcome:
     log.run_id = prepared.manifest.run_id
     log("nothing to do", units=prepared.num_units)
-    return RunOutcome(read_status(objects), prepared.manifest.run_id)
+    return RunOutcome(_sound_status(objects), prepared.manifest.run_id)
+
+
+def _sound_status(objects: ObjectStore) -> RunStatus:
+    """Return how the run stands. Raises `DamagedObject` where commits cannot be read."""
+    status = read_status(objects)
+    if damage := status.damage():
+        raise DamagedObject(damage)
+    return status
 
 
 def _prepare(
@@ -197,7 +205,7 @@ def _capture(
     log: EventLog,
     view: Callable[[], ProgressView],
 ) -> Bound | None:
-    committed = find_committed(objects, prepared.manifest.run_id)
+    committed = find_done(objects, prepared)
     done = done_mask(committed, prepared.num_units)
     units = unit_columns(objects, prepared)
     again = {*damaged, *(unit for unit in committed.lost if unit < len(units))}

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from jobs.prepare import read_manifest
-from store.commit import committed_units, read_commit
+from store.commit import committed_units, read_commit, require_run
+from store.errors import RunError
 from store.objects.protocol import ObjectStore
 from store.plan import read_prompt_range, read_segments, read_units
 from store.run_format import Outcome
+from store.unit_states import DAMAGED, PENDING
 
-PENDING = "pending"
 _COLUMNS = ("prompt_id", "num_tokens")
 
 
@@ -42,7 +43,7 @@ class PromptRow:
 
 def prompt_rows(objects: ObjectStore, *, only_failed: bool = False) -> Iterator[PromptRow]:
     """Yield a run's prompts in plan order; with `only_failed` those that failed or were skipped."""
-    read_manifest(objects)
+    run_id = read_manifest(objects).run_id
     names = committed_units(objects)
     for segment in read_segments(objects):
         units = read_units(objects, segment)
@@ -52,19 +53,36 @@ def prompt_rows(objects: ObjectStore, *, only_failed: bool = False) -> Iterator[
             units["num_prompts"].to_pylist(),
             strict=True,
         ):
-            commit = read_commit(objects, names[unit]) if unit in names else None
-            outcomes = commit.prompts.outcome if commit else [None] * count
-            if only_failed and all(o is None or o is Outcome.STORED for o in outcomes):
+            found = _became(objects, names.get(unit), run_id, range(first, first + count))
+            if only_failed and all(status in (PENDING, Outcome.STORED) for status, _ in found):
                 continue
             table = read_prompt_range(objects, segment, first, count, _COLUMNS)
             ids, lengths = (table[name].to_pylist() for name in _COLUMNS)
-            for place, outcome in enumerate(outcomes):
-                if only_failed and outcome in (None, Outcome.STORED):
+            for place, (status, reason) in enumerate(found):
+                if only_failed and status in (PENDING, Outcome.STORED):
                     continue
                 yield PromptRow(
                     prompt_id=ids[place],
                     num_tokens=lengths[place],
                     unit=unit,
-                    status=PENDING if outcome is None else outcome.value,
-                    reason=commit.prompts.reasons.get(str(place)) if commit else None,
+                    status=status,
+                    reason=reason,
                 )
+
+
+def _became(
+    objects: ObjectStore, name: str | None, run_id: str, prompts: range
+) -> list[tuple[str, str | None]]:
+    """Return (status, reason) of a unit's prompts, which its commit of this name tells."""
+    if name is None:
+        return [(PENDING, None)] * len(prompts)
+    try:
+        commit = read_commit(objects, name)
+        require_run(commit, name, run_id)
+    except RunError as error:
+        return [(DAMAGED, str(error))] * len(prompts)
+    outcomes, reasons = commit.prompts.outcome, commit.prompts.reasons
+    if (commit.first_prompt, len(outcomes)) != (prompts.start, len(prompts)):
+        why = f"{name} is of other prompts than the plan's unit; run `attnstore verify`"
+        return [(DAMAGED, why)] * len(prompts)
+    return [(one.value, reasons.get(str(place))) for place, one in enumerate(outcomes)]

@@ -44,7 +44,8 @@ from store.errors import (
 )
 from store.objects.probe import probe_create_only
 from store.objects.protocol import ObjectStore
-from store.plan import FIRST_MANIFEST, MANIFEST, read_segments
+from store.plan import FIRST_MANIFEST, missing_segment, read_segments
+from store.planned_units import require_planned
 from store.remains import find_remains
 from store.run_format import PlanManifest, RunManifest
 from store.sealed_json import MAX_JSON_BYTES
@@ -198,11 +199,10 @@ def extend_run(
         return run
     remains = find_remains(objects, run.num_units)
     if remains is not None:
-        missing = f"{keys.plan_prefix(len(run.segments))}{MANIFEST}"
         raise DamagedObject(
-            f"{missing} is missing at {objects.url}, though {remains} is there, of a unit beyond "
-            f"the {run.num_units} that are planned: planned anew its rows would be given to other "
-            f"prompts. Restore {missing} from a copy of the run, or give the config another output"
+            f"{missing_segment(run.segments, f'{remains} is there')}: planned anew its rows would "
+            "be given to other prompts. Restore it from a copy of the run, or give the config "
+            "another output"
         )
     config = with_unit_size(config, run.manifest.frozen)
     segment = write_plan(
@@ -221,9 +221,18 @@ def missing_units(objects: ObjectStore, run: PreparedRun) -> np.ndarray:
     return np.flatnonzero(~committed_mask(objects, run))
 
 
+def find_done(objects: ObjectStore, run: PreparedRun) -> CommittedUnits:
+    """Return which units are committed. Raises `DamagedObject` if a segment of theirs is lost."""
+    committed = find_committed(objects, run.manifest.run_id)
+    if committed.last >= run.num_units:
+        # Another driver may have added a segment since this run was opened.
+        require_planned(committed, read_segments(objects))
+    return committed
+
+
 def committed_mask(objects: ObjectStore, run: PreparedRun) -> np.ndarray:
     """Return which units are committed; bool [num_units]."""
-    return done_mask(find_committed(objects, run.manifest.run_id), run.num_units)
+    return done_mask(find_done(objects, run), run.num_units)
 
 
 def done_mask(committed: CommittedUnits, num_units: int) -> np.ndarray:

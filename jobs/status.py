@@ -1,14 +1,15 @@
 """What a run holds by now, from storage alone: works with no cluster running and no config at hand.
 
 Units and prompts are counted from the commits, never guessed. A unit counts as quarantined, not as
-committed, when its commit records that none of its prompts survived being run.
+committed, when its commit records that none of its prompts survived being run; one whose commit
+cannot be read counts as damaged alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,7 @@ from store.committed_units import CommittedUnits
 from store.errors import RunError, StoreError
 from store.objects.protocol import ObjectStore
 from store.plan import read_segments
+from store.planned_units import require_planned
 from store.snapshot import find_committed
 
 _READERS = 16
@@ -42,6 +44,8 @@ class RunStatus:
     prompts_failed: int
     prompts_skipped: int
     bytes: int
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    """Units whose commits cannot be read, and why."""
     bound: Bound | None = None
     """What the units committed last waited for; None where their commits do not tell."""
     checks: tuple[SelfCheckFigures, ...] = ()
@@ -52,6 +56,16 @@ class RunStatus:
         """Whether every unit has its commit."""
         return self.units_committed + self.units_quarantined == self.units_planned
 
+    def damage(self) -> str | None:
+        """Return what to say of the damaged units, None where there are none."""
+        if not self.damaged:
+            return None
+        unit, why = next(iter(self.damaged.items()))
+        return (
+            f"{len(self.damaged)} of {self.units_planned} units have commits that cannot be read; "
+            f"unit {unit}: {why}; `attnstore run CONFIG --repair` captures them again"
+        )
+
     def as_json(self) -> dict[str, Any]:
         """Return the public shape of `attnstore status --json`."""
         return {
@@ -59,6 +73,7 @@ class RunStatus:
                 "planned": self.units_planned,
                 "committed": self.units_committed,
                 "quarantined": self.units_quarantined,
+                **({} if not self.damaged else {"damaged": len(self.damaged)}),
             },
             "prompts": {
                 "planned": self.prompts_planned,
@@ -73,14 +88,16 @@ class RunStatus:
 
 
 def read_status(objects: ObjectStore) -> RunStatus:
-    """Count a run's units, prompts and bytes. Raises `RunNotFound`, and `DamagedObject` for a
-    damaged commit.
+    """Count a run's units, prompts and bytes. Raises `RunNotFound`, and `DamagedObject` where units
+    are committed that no plan segment has.
 
     Costs the newest snapshot, the commits after it, 16 commits for their timings, and `checks/`.
     """
-    segments = read_segments(objects)
     run_id = read_manifest(objects).run_id
     committed = find_committed(objects, run_id)
+    # After the commits: a segment is there before any of its units is committed.
+    segments = read_segments(objects)
+    require_planned(committed, segments)
     with ThreadPoolExecutor(_READERS, thread_name_prefix="status") as pool:
         committed.load(objects, run_id, pool.map)
         names = map(committed.key, committed.units()[-_TIMED_UNITS:].tolist())
@@ -96,6 +113,7 @@ def read_status(objects: ObjectStore) -> RunStatus:
         prompts_failed=int(rows["failed"].sum()),
         prompts_skipped=int(rows["skipped"].sum()),
         bytes=int(rows["bytes"].sum()),
+        damaged=dict(sorted(committed.damaged.items())),
         bound=find_bound(_summed(timings)),
         checks=_checks(objects, run_id),
     )

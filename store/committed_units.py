@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from store import keys
 from store.commit import read_commit_leniently, require_run
+from store.errors import RunError
 from store.objects.protocol import ObjectStore
 from store.run_format import Commit, Outcome
 
@@ -92,6 +93,8 @@ class CommittedUnits:
     """(unit, repair) -> the row of that commit; what is in it stays, so that states may share it"""
     stamps: dict[int, str] = field(default_factory=dict)
     """unit -> what the listing told of its commit, of those in `newer` (`ObjectInfo.stamp`)"""
+    damaged: dict[int, str] = field(default_factory=dict)
+    """unit of `newer` -> why its commit could not be read, as `load` found"""
     lost: dict[int, int] = field(default_factory=dict)
     """Units that the snapshot names under this repair number, and whose commits are gone."""
 
@@ -159,22 +162,35 @@ class CommittedUnits:
     def load(self, objects: ObjectStore, run_id: str, map_: Mapper[Any, Any] = map) -> None:
         """Read the commits that are newer than the snapshot; those read before are kept.
 
-        Raises `FormatError` at a commit of another run.
+        One that is damaged, or of another run, is noted in `damaged`: its unit has no row.
         """
 
-        def row_of(name: str) -> UnitRow:
-            commit = read_commit_leniently(objects, name)
-            require_run(commit, name, run_id)
+        def row_of(name: str) -> UnitRow | str:
+            try:
+                commit = read_commit_leniently(objects, name)
+                require_run(commit, name, run_id)
+            except RunError as error:
+                return str(error)
             return UnitRow.of(commit)
 
-        names = [keys.commit_key(*one) for one in self.newer.items() if one not in self.read]
-        for row in map_(row_of, names):
-            self.read[row.unit, row.repair] = row
+        wanted = [
+            one for one in self.newer.items() if one not in self.read and one[0] not in self.damaged
+        ]
+        found = map_(row_of, [keys.commit_key(*one) for one in wanted])
+        for one, row in zip(wanted, found, strict=True):
+            if isinstance(row, str):
+                self.damaged[one[0]] = row
+            else:
+                self.read[one] = row
 
     def table(self) -> dict[str, NDArray[np.int64]]:
-        """Return the rows of all committed units as columns, ascending by unit; `load` first."""
-        rows = [self.read[one] for one in sorted(self.newer.items())]
-        kept = ~np.isin(self.columns["unit"], [row.unit for row in rows])
+        """Return the rows of the committed units as columns, ascending by unit; `load` first.
+
+        Those in `damaged` have none, whatever a snapshot says of the commit that theirs replaced.
+        """
+        newer = sorted(self.newer.items())
+        rows = [self.read[one] for one in newer if one[0] not in self.damaged]
+        kept = ~np.isin(self.columns["unit"], [unit for unit, _ in newer])
         merged = {
             name: np.concatenate(
                 [self.columns[name][kept], np.array([getattr(r, name) for r in rows], np.int64)]
@@ -184,15 +200,23 @@ class CommittedUnits:
         order = np.argsort(merged["unit"], kind="stable")
         return {name: column[order] for name, column in merged.items()}
 
-    def all_exceptions(self) -> list[PromptException]:
-        """Return every prompt of a committed unit that is not stored, by number; `load` first."""
+    def all_exceptions(self, without: Container[int] = ()) -> list[PromptException]:
+        """Return every prompt of a committed unit that is not stored, by number; `load` first.
+
+        But those of the units in `without`.
+        """
         found = [
             one
             for unit, exceptions in self.exceptions.items()
-            if unit not in self.newer
+            if unit not in self.newer and unit not in without
             for one in exceptions
         ]
-        found += [one for newer in self.newer.items() for one in self.read[newer].exceptions]
+        found += [
+            one
+            for newer in self.newer.items()
+            if newer[0] not in self.damaged and newer[0] not in without
+            for one in self.read[newer].exceptions
+        ]
         return sorted(found, key=lambda one: one.prompt)
 
     def repair(self, unit: int) -> int:

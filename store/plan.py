@@ -85,6 +85,15 @@ def read_segments(objects: ObjectStore) -> list[PlanManifest]:
     return manifests
 
 
+def missing_segment(segments: Sequence[PlanManifest], sign: str) -> str:
+    """Return what to say where `sign` shows that a plan had a segment after these, now lost."""
+    planned = sum(segment.num_units for segment in segments)
+    return (
+        f"{keys.plan_prefix(len(segments))}{MANIFEST} is missing, though {sign}, beyond the "
+        f"{planned} units that are planned"
+    )
+
+
 def _leading_segments(objects: ObjectStore) -> Iterator[PlanManifest]:
     for number in count():
         try:

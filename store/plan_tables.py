@@ -113,6 +113,25 @@ class PlanTables:
         at = np.searchsorted(loaded.first_prompts, rows, side="right") - 1
         return loaded.units[at], rows - loaded.first_prompts[at]
 
+    def spans_of(self, units: Indices) -> tuple[Indices, Indices]:
+        """Return (first prompt, number of prompts) of each of these planned units."""
+        firsts = self._read_units().first_prompts  # Units are numbered from 0 without a gap.
+        return firsts[units], np.append(firsts[1:], self.num_prompts)[units] - firsts[units]
+
+    def span_problem(self, unit: int, first_prompt: int, num_prompts: int) -> str | None:
+        """Return how a unit of these prompts is not the plan's unit of this number, or None."""
+        if unit >= self.num_units:
+            return f"is of unit {unit}, the plan has {self.num_units} units"
+        firsts = self._read_units().first_prompts
+        first = int(firsts[unit])
+        count = (int(firsts[unit + 1]) if unit + 1 < len(firsts) else self.num_prompts) - first
+        if (first_prompt, num_prompts) == (first, count):
+            return None
+        return (
+            f"covers {num_prompts} prompts from {first_prompt}, the plan's unit has {count} from "
+            f"{first}"
+        )
+
     def tokens(self, row: int) -> PromptTokens:
         """Return a prompt's token ids and strings."""
         with self._lock:

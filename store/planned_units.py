@@ -12,8 +12,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from store.committed_units import CommittedUnits
+from store.errors import DamagedObject
 from store.generated import GENERATED
-from store.plan import UNIT_FIELDS
+from store.plan import UNIT_FIELDS, missing_segment
 from store.run_format import Commit, Outcome, PlanManifest
 
 _NO_UNITS = UNIT_FIELDS.empty_table()
@@ -96,6 +98,16 @@ class PlannedUnits:
             low = max(0, -offset)
             for at, tokens in enumerate(file.num_tokens[low : num_prompts - offset].tolist(), low):
                 yield offset + at, tokens
+
+
+def require_planned(committed: CommittedUnits, segments: Sequence[PlanManifest]) -> None:
+    """Raise `DamagedObject` where units are committed that these segments, all of them, lack.
+
+    They are to be listed after the commits: others may have come with units of theirs until then.
+    """
+    if committed.last >= sum(segment.num_units for segment in segments):
+        missing = missing_segment(segments, f"unit {committed.last} is committed")
+        raise DamagedObject(f"{missing}: restore it from a copy of the run")
 
 
 def plan_contradiction(commit: Commit, segments: Sequence[PlanManifest]) -> str | None:

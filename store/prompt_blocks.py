@@ -111,7 +111,7 @@ def choose(
     if prompts is None:
         summaries = index.summaries(index.committed)
         wanted = {unit: np.flatnonzero(summary.stored) for unit, summary in summaries.items()}
-        missing = index.missing()
+        missing = index.states.missing()
     else:
         rows = index.names.rows_of(prompt_list(prompts))
         summaries = index.summaries(np.unique(index.units_of(rows)).tolist())

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from store.errors import PackageMissing, QueryRefused
 from store.run_index import RunIndex
+from store.unit_states import warn_of_damage
 
 TOKEN_FIELDS = pa.schema(
     [
@@ -80,7 +81,8 @@ def token_table(index: RunIndex) -> pa.Table:
 
 def unit_table(index: RunIndex) -> pa.Table:
     """Return the committed units: unit, num_prompts, stored, failed, rows, bytes and more."""
-    return pa.table(index.unit_rows())
+    warn_of_damage(index.states.unreadable(), len(index.committed))
+    return pa.table(index.states.rows())
 
 
 def _told_apart(names: Sequence[str]) -> list[str]:

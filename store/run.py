@@ -158,7 +158,10 @@ class Run(AcrossPrompts):
             return tuple(str(site) for site in declared)
         index = self._index
         for unit in index.committed:
-            commit = index.commit(unit)
+            try:
+                commit = index.commit(unit)
+            except RunError:
+                continue  # It is damaged, and the others tell as much.
             if commit is not None and commit.arrays:
                 return tuple(array.site for array in commit.arrays)
         return tuple(str(site) for site in declared or ())
@@ -174,8 +177,9 @@ class Run(AcrossPrompts):
     def prompts(self) -> pa.Table:
         """The prompts table: prompt_id, num_tokens, status, reason, text, then metadata columns.
 
-        `status` is stored, failed, skipped or pending. The first access reads the plan and every
-        commit; later ones are free until `refresh`.
+        `status` is stored, failed, skipped, pending, or damaged where the commit of the prompt's
+        unit cannot be read or is of other prompts: then `reason` says why, and a `RuntimeWarning`.
+        The first access reads the plan and every commit; later ones are free until `refresh`.
         """
         return self._index.prompts()
 
@@ -393,7 +397,8 @@ class Run(AcrossPrompts):
             semantics=None if model is None else next(iter(model.layers.values()), None),
             chosen_heads=_chosen_heads(self.config),
             planned=(index.num_units, index.num_prompts),
-            rows=index.unit_rows(),
+            rows=index.states.rows(),
+            damaged=(len(index.states.unreadable()), index.states.unreadable_prompts()),
         )
 
     def _resolve(self, site: SiteName) -> NamedSite:

@@ -32,6 +32,7 @@ class RunFacts:
     prompts: dict[str, int]
     planned_prompts: int
     bytes: int
+    damaged: tuple[int, int] = (0, 0)
 
     @classmethod
     def gather(
@@ -46,8 +47,11 @@ class RunFacts:
         chosen_heads: Sequence[int] | None = None,
         planned: tuple[int, int],
         rows: Mapping[str, NDArray[np.int64]],
+        damaged: tuple[int, int] = (0, 0),
     ) -> RunFacts:
         """Count what the commits say, one row a unit. `planned` is (units, prompts).
+
+        So is `damaged`, of units whose commits cannot be read.
 
         `chosen_heads` are those that the config asked for; a run holds their whole groups.
         """
@@ -71,6 +75,7 @@ class RunFacts:
             prompts=counts,
             planned_prompts=planned[1],
             bytes=int(rows["bytes"].sum()),
+            damaged=damaged,
         )
 
     def as_row(self) -> dict[str, Any]:
@@ -89,7 +94,10 @@ class RunFacts:
         """Return the card's lines as (what, value)."""
         stored = self.prompts[str(Outcome.STORED)]
         others = [f"{n} {what}" for what, n in self.prompts.items() if n and what != Outcome.STORED]
-        pending = self.planned_prompts - sum(self.prompts.values())
+        damaged_units, damaged = self.damaged
+        if damaged:
+            others.append(f"{damaged} damaged")
+        pending = self.planned_prompts - sum(self.prompts.values()) - damaged
         if pending:
             others.append(f"{pending} pending")
         prompts = f"{stored} of {self.planned_prompts} stored"
@@ -98,7 +106,11 @@ class RunFacts:
             ("sites", ", ".join(self.sites) or "none yet"),
             ("layers", describe(self.layers) + (f" x {self.heads}" if self.heads else "")),
             ("prompts", prompts + (f" ({', '.join(others)})" if others else "")),
-            ("units", f"{self.units[0]} of {self.units[1]} committed"),
+            (
+                "units",
+                f"{self.units[0]} of {self.units[1]} committed"
+                + (f", {damaged_units} damaged: run `attnstore verify`" if damaged_units else ""),
+            ),
             ("bytes", human_bytes(self.bytes)),
         ]
 

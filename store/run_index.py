@@ -33,11 +33,11 @@ from store.prompt_names import Prompt, PromptNames
 from store.run_format import Commit, ModelManifest, Outcome, PlanManifest
 from store.sealed_json import MAX_JSON_BYTES
 from store.snapshot import find_committed
+from store.unit_states import UnitStates
 
 ROWS_AHEAD = 4096
 """A prompt of more rows is held against the plan before anything of its size is made: what a commit
 says of it may be anything. Others are read while the plan's table is on its way."""
-PENDING = "pending"
 
 
 class Threads(Protocol):
@@ -110,6 +110,8 @@ class RunIndex:
         """What a prompt's id or number means in this state."""
         self._committed = committed or CommittedUnits.none()
         self._commits = commits or CommitCache(objects, threads.begin, run_id, due)
+        self.states = UnitStates(objects, run_id, self._plan, self._committed, self._map_all)
+        """What became of the prompts in this state."""
         self._lock = threading.Lock()
         self._prompts: pa.Table | None = None
 
@@ -240,11 +242,6 @@ class RunIndex:
                 "refresh()"
             )
         outcomes = commit.prompts
-        if place.place >= len(outcomes.outcome) or commit.first_prompt != place.row - place.place:
-            raise FormatError(
-                f"the commit of unit {place.unit} does not cover prompt row {place.row}; "
-                "run `attnstore verify`"
-            )
         outcome = outcomes.outcome[place.place]
         if outcome is not Outcome.STORED:
             reason = outcomes.reasons.get(str(place.place), "no reason was recorded")
@@ -291,12 +288,17 @@ class RunIndex:
         return found
 
     def commit(self, unit: int) -> Commit | None:
-        """Return the commit that counts for a unit, or None while there is none."""
+        """Return the commit that counts for a unit, or None while there is none.
+
+        Raises as `CommitCache.get` does, and `FormatError` where it is of another plan or prompts.
+        """
         name = self._committed.key(unit)
         if name is None:
             return None
         commit = self._commits.get(name)
-        if problem := plan_contradiction(commit, self._plan.segments):
+        covered = commit.first_prompt, len(commit.prompts.outcome)
+        problem = plan_contradiction(commit, self._plan.segments)
+        if problem := problem or self._plan.span_problem(unit, *covered):
             raise FormatError(f"{name} {problem}; run `attnstore verify`")
         return commit
 
@@ -309,7 +311,7 @@ class RunIndex:
         names = {unit: name for unit in units if (name := self._committed.key(unit)) is not None}
         known = self._commits.summaries
         missing = [unit for unit, name in names.items() if name not in known]
-        told = self._told(missing)
+        told = self.states.summaries(missing)
         known.update({names[unit]: summary for unit, summary in told.items()})
         self._threads.map(self.commit, [unit for unit in missing if unit not in told])
         found = {unit: known[name] for unit, name in names.items()}
@@ -317,92 +319,36 @@ class RunIndex:
         return found
 
     def _check_lengths(self, summaries: Iterable[UnitSummary]) -> None:
-        """Hold prompts of far more rows than the plan gives them tokens against it.
+        """Hold units, and prompts of far more rows than the plan gives them tokens, against it.
 
         Raises `FormatError` as `check` does.
         """
         lengths = np.asarray(self.table()["num_tokens"].to_numpy(), np.int64)
         for one in summaries:
-            planned = lengths[one.first_prompt : one.first_prompt + len(one.num_rows)]
-            if len(planned) != len(one.num_rows):
+            problem = self._plan.span_problem(one.unit, one.first_prompt, len(one.num_rows))
+            if problem is not None:
                 raise FormatError(
-                    f"the commit of unit {one.unit} covers {len(one.num_rows)} prompts from "
-                    f"{one.first_prompt}, the plan has {len(lengths)}; run `attnstore verify`"
+                    f"the commit of unit {one.unit} {problem}; run `attnstore verify`"
                 )
+            planned = lengths[one.first_prompt : one.first_prompt + len(one.num_rows)]
             for place in np.flatnonzero(one.num_rows > planned + ROWS_AHEAD).tolist():
                 if (commit := self.commit(one.unit)) is not None:
                     self._check_rows(PromptPlace(one.first_prompt + place, one.unit, place), commit)
 
-    def _told(self, units: Sequence[int]) -> dict[int, UnitSummary]:
-        """Return the summaries of the units that the snapshot describes well enough."""
-        if not units:
-            return {}
-        rows = self.unit_rows()
-        self._check_reach(rows)
-        failed = np.asarray([one.prompt for one in self._committed.all_exceptions()], np.int64)
-        lengths = np.asarray(self.table()["num_tokens"].to_numpy(), np.int64)
-        found: dict[int, UnitSummary] = {}
-        for unit, at in zip(units, np.searchsorted(rows["unit"], units).tolist(), strict=True):
-            first, count = int(rows["first_prompt"][at]), int(rows["num_prompts"][at])
-            stored = np.ones(count, bool)
-            low, high = np.searchsorted(failed, [first, first + count])
-            stored[failed[low:high] - first] = False
-            num_rows = np.where(stored, lengths[first : first + count], 0)
-            if int(num_rows.sum()) == rows["rows"][at] and int(stored.sum()) == rows["stored"][at]:
-                nowhere = np.zeros(count, np.int64)
-                found[unit] = UnitSummary(unit, first, stored, num_rows, nowhere)
-        return found
-
-    def missing(self) -> dict[str, int]:
-        """Return how many prompts are not stored, by state; states without any are left out."""
-        rows = self.unit_rows()
-        counts = {str(o): int(rows[str(o)].sum()) for o in Outcome if o is not Outcome.STORED}
-        counts[PENDING] = self.num_prompts - int(rows["num_prompts"].sum())
-        return {state: count for state, count in counts.items() if count}
-
-    def unit_rows(self) -> dict[str, NDArray[np.int64]]:
-        """Return one row per committed unit as columns (`store.snapshot.COLUMNS`), ascending.
-
-        Costs the newest snapshot, read when the run was opened, and the commits after it.
-        """
-        self._committed.load(self._objects, self._run_id, self._map_all)
-        return self._committed.table()
-
     def prompts(self) -> pa.Table:
         """Return the prompts table with every prompt's status and reason, made once.
 
-        `status` is stored, failed, skipped or pending.
+        `status` is stored, failed, skipped, pending or damaged; the last is warned of.
         """
         with self._lock:
             if self._prompts is None:
-                status, reason = self._states()
+                status, reason = self.states.of_prompts()
                 table = self.table()
                 first = ["prompt_id", "num_tokens", "text"]
                 more = [c for c in table.column_names if c not in (*first, "plan_reason")]
                 chosen = table.select([*first, *more]).add_column(2, "status", status)
                 self._prompts = chosen.add_column(3, "reason", reason)
             return self._prompts
-
-    def _states(self) -> tuple[pa.Array, pa.Array]:
-        """Return every prompt's status and reason, by row."""
-        rows = self.unit_rows()
-        self._check_reach(rows)
-        status = np.full(self.num_prompts, PENDING, object)
-        reason = np.full(self.num_prompts, None, object)
-        for first, count in zip(rows["first_prompt"], rows["num_prompts"], strict=True):
-            status[first : first + count] = str(Outcome.STORED)
-        for one in self._committed.all_exceptions():
-            status[one.prompt], reason[one.prompt] = str(one.outcome), one.reason
-        return pa.array(status, pa.string()), pa.array(reason, pa.string())
-
-    def _check_reach(self, rows: dict[str, NDArray[np.int64]]) -> None:
-        """Raise `FormatError` where a committed unit lies outside of the plan."""
-        beyond = rows["first_prompt"] + rows["num_prompts"] > self.num_prompts
-        if beyond.any():
-            raise FormatError(
-                f"unit {rows['unit'][beyond][0]} is committed, and the plan's {self.num_prompts} "
-                "prompts do not reach it; run `attnstore verify`"
-            )
 
     def _own(self, segments: list[PlanManifest]) -> list[PlanManifest]:
         for plan in segments:

@@ -231,6 +231,8 @@ def read_snapshot(
     exceptions = _exceptions(tables[EXCEPTIONS_FILE], prefix)
     if len(columns["unit"]) != manifest.units or (np.diff(columns["unit"]) <= 0).any():
         raise FormatError(f"{prefix}{UNITS_FILE}: its units are not the manifest's, ascending")
+    if (problem := _misplaced(columns, exceptions)) is not None:
+        raise FormatError(f"{prefix}{EXCEPTIONS_FILE}: {problem}")
     if complete_folders(columns["unit"]) < manifest.complete_folders:
         raise FormatError(f"{prefix}{MANIFEST} calls folders complete that are not")
     return CommittedUnits(
@@ -295,6 +297,22 @@ def _columns(table: pa.Table, prefix: str) -> dict[str, NDArray[np.int64]]:
     if any((column < 0).any() for column in columns.values()):
         raise FormatError(f"{prefix}{UNITS_FILE} has negative numbers")
     return columns
+
+
+def _misplaced(
+    columns: dict[str, NDArray[np.int64]], exceptions: dict[int, list[PromptException]]
+) -> str | None:
+    """Return which prompt is called one of a unit whose row says otherwise, or None."""
+    for unit, found in exceptions.items():
+        at = int(np.searchsorted(columns["unit"], unit))
+        if at == len(columns["unit"]) or columns["unit"][at] != unit:
+            return f"unit {unit} has no row"
+        first = int(columns["first_prompt"][at])
+        prompts = range(first, first + int(columns["num_prompts"][at]))
+        for one in found:
+            if one.prompt not in prompts:
+                return f"prompt {one.prompt} is none of unit {unit}"
+    return None
 
 
 def _exceptions(table: pa.Table, prefix: str) -> dict[int, list[PromptException]]:

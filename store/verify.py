@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -24,7 +25,7 @@ from store.generated import GENERATED, read_generated
 from store.model_check import model_contradictions
 from store.objects.local import LocalStore
 from store.objects.protocol import ObjectStore
-from store.plan import FIRST_MANIFEST
+from store.plan import FIRST_MANIFEST, missing_segment
 from store.planned_units import PlannedUnits
 from store.replaced import newest_commit
 from store.run_format import (
@@ -81,9 +82,12 @@ def verify_run(
     model = _document(objects, keys.MODEL, ModelManifest, report, optional=True)
     if model is not None and run_id is not None and model.run_id != run_id:
         report.add(keys.MODEL, f"belongs to run {model.run_id}, not {run_id}")
+    # Before the plan: a segment is there before any of its units is committed.
+    committed = list(committed_units(objects).items())
     planned = check_plan(objects, run, report, deep=deep)
     workers = threads or (DEEP_THREADS if deep else SHALLOW_THREADS)
-    committed = list(committed_units(objects).items())
+    if planned is not None and planned.segments and committed:
+        planned = _with_lost_segment(planned, committed[-1][0], report)
     if planned is not None and not planned.segments and committed:
         report.add(FIRST_MANIFEST, "is missing, though units are committed; restore it from a copy")
         planned = None
@@ -103,6 +107,16 @@ def verify_run(
     _check_snapshots(objects, run_id, report, dict(committed), deep=deep)
     check_beside(objects, run, model, report, deep=deep)
     return report
+
+
+def _with_lost_segment(planned: PlannedUnits, last: int, report: VerifyReport) -> PlannedUnits:
+    """Name the segment that is missing if unit `last` is beyond the plan, once for all of them."""
+    end = sum(segment.num_units for segment in planned.segments)
+    if last < end:
+        return planned
+    name, message = missing_segment(planned.segments, f"unit {last} is committed").split(" ", 1)
+    report.add(name, f"{message}; restore it from a copy")
+    return replace(planned, unread=[*planned.unread, range(end, last + 1)])
 
 
 def _document(

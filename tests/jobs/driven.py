@@ -14,7 +14,11 @@ from jobs.driver import run as run_job
 from jobs.event_log import EventLog
 from jobs.listing import prompt_rows
 from jobs.progress import progress_view
+from store import keys
+from store.commit import committed_units, read_commit
 from store.objects.open import open_store
+from store.objects.protocol import ObjectStore
+from store.run_format import Commit
 from tests.jobs.fake_worker import FakeWorker
 
 TEXTS = [f"w{i} w1 w2 w3" for i in range(10, 22)]
@@ -65,6 +69,15 @@ class NoticedLog(EventLog):
     def __call__(self, event: str, **fields: object) -> None:
         super().__call__(event, **fields)
         self._driven.also(event, **fields)
+
+
+def commit_of(objects: ObjectStore, unit: int) -> Commit:
+    return read_commit(objects, committed_units(objects)[unit])
+
+
+def break_unit(objects: ObjectStore, unit: int) -> None:
+    """Delete an object of a unit that its commit names."""
+    objects.delete(keys.attempt_prefix(unit, commit_of(objects, unit).attempt) + "zarr.json")
 
 
 def statuses(config: RunConfig) -> dict[str, tuple[str, str | None]]:

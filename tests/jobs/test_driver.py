@@ -35,7 +35,7 @@ from store.commit import committed_units, read_commit
 from store.objects.open import open_store
 from store.snapshot import find_committed
 from store.verify import verify_run
-from tests.jobs.driven import TEXTS, Driven, names, statuses
+from tests.jobs.driven import TEXTS, Driven, break_unit, names, statuses
 from tests.jobs.local_pool import LocalPool
 
 
@@ -101,8 +101,7 @@ def test_damaged_units_are_captured_again_as_repairs(drive: Driven) -> None:
     config = drive.config(TEXTS)
     drive(config)
     objects = open_store(config.output)
-    broken = read_commit(objects, committed_units(objects)[2])
-    objects.delete(f"data/{broken.unit:08d}/{broken.attempt}/zarr.json")
+    break_unit(objects, 2)
     drive(config, repair=True)
     assert committed_units(objects)[2] == "commits/000000/00000002.r1.json"
     assert len(drive.events("committed")) == 7

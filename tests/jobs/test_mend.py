@@ -13,14 +13,14 @@ from jobs.errors import ExitCode
 from jobs.prepare import read_manifest
 from jobs.snapshots import SnapshotKeeper
 from store import keys, open_run
-from store.commit import committed_units, read_commit
+from store.commit import committed_units
 from store.errors import DamagedObject
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
 from store.snapshot import find_committed, snapshot_names, write_snapshot
 from store.verify import verify_run
 from store.weights import weight_key
-from tests.jobs.driven import TEXTS, Driven
+from tests.jobs.driven import TEXTS, Driven, break_unit
 
 
 @pytest.fixture
@@ -45,16 +45,12 @@ def test_a_damaged_snapshot_is_made_again(
     name = write_snapshot(objects, read_manifest(objects).run_id).name
     spoil(objects, f"snapshots/{what}" if "latest" in what else f"snapshots/{name}/{what}")
     if unit is not None:
-        objects.delete(f"data/{unit:08d}/{commit_of(objects, unit)}/zarr.json")
+        break_unit(objects, unit)
     assert drive(config, repair=True, deep=True).exit_code is ExitCode.DONE
     assert verify_run(objects, deep=True).problems == []
     assert find_committed(objects, read_manifest(objects).run_id).snapshot is not None
     assert len(drive.events("committed")) == 6 + (unit is not None)
     assert snapshot_names(objects)
-
-
-def commit_of(objects: ObjectStore, unit: int) -> str:
-    return read_commit(objects, committed_units(objects)[unit]).attempt
 
 
 @pytest.mark.parametrize("name", ["checks/self-check.json", "owners/00000001.json"])
@@ -76,7 +72,7 @@ def test_what_nothing_makes_again_is_named_and_stops_nothing(
     open_run(objects.url).save_summary("scores", pa.table({"prompt_id": ["p0"], "score": [0.5]}))
     spoil(objects, "summaries/scores.json")
     objects.put("weights/notes.txt", [b"mine"])
-    objects.delete(f"data/{3:08d}/{commit_of(objects, 3)}/zarr.json")
+    break_unit(objects, 3)
     assert drive(config, repair=True).exit_code is ExitCode.DONE
     left = {str(event["name"]): str(event["detail"]) for event in drive.events("not repaired")}
     assert set(left) == {"summaries/scores.json", "weights/notes.txt"}

@@ -19,7 +19,7 @@ from store.errors import DamagedObject, FormatError, FrozenFieldChanged
 from store.objects.open import open_store
 from store.plan import read_segments
 from store.verify import verify_run
-from tests.jobs.driven import TEXTS, Driven, names, statuses
+from tests.jobs.driven import TEXTS, Driven, break_unit, commit_of, names, statuses
 
 MORE = [{"id": f"more-{i}", "text": "w7 w8"} for i in range(5)]
 OTHERS = [{"id": f"other-{i}", "text": "w3 w4 w5"} for i in range(9)]
@@ -164,8 +164,8 @@ def test_a_run_is_extended_and_repaired_at_once(drive: Driven) -> None:
     config = drive.config(TEXTS)
     drive(config)
     objects = open_store(config.output)
-    broken = read_commit(objects, committed_units(objects)[2])
-    objects.delete(f"data/{broken.unit:08d}/{broken.attempt}/zarr.json")
+    broken = commit_of(objects, 2)
+    break_unit(objects, 2)
     more = drive.config(MORE, "more.jsonl")
     assert drive(more, extend=True, repair=True).exit_code is ExitCode.DONE
     assert committed_units(objects)[2] == "commits/000000/00000002.r1.json"

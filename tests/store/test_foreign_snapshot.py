@@ -108,10 +108,11 @@ def test_a_commit_of_another_run_counts_for_nobody(tmp_path, monkeypatch):
     ours = write(tmp_path / "ours", monkeypatch, OURS, failed=1)
     key = keys.commit_key(1, 0)
     shutil.copy(tmp_path / "other" / key, tmp_path / "ours" / key)
-    for ask in (
-        lambda: open_run(ours.url).prompts,
-        lambda: read_status(ours),
-        lambda: write_snapshot(ours, OURS),
-    ):
-        with pytest.raises(FormatError, match=f"{key} belongs to run {OTHER}"):
-            ask()
+    message = f"{key} belongs to run {OTHER}"
+    with pytest.warns(RuntimeWarning, match=message):
+        states = open_run(ours.url).prompts["status"].to_pylist()
+    assert states[-1] == "damaged"
+    status = read_status(ours)
+    assert (status.units_committed, status.complete) == (1, False)
+    assert message in (status.damage() or "")
+    assert write_snapshot(ours, OURS).units == 1

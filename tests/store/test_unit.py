@@ -163,7 +163,8 @@ def test_a_commit_of_other_prompts_than_planned_is_found(tmp_path):
     assert messages == {
         0: "covers 2 prompts from 0, the plan's unit has 3 from 0",
         1: "covers 2 prompts from 4, the plan's unit has 2 from 3",
-        2: "no plan segment has this unit",
+        None: "is missing, though unit 2 is committed, beyond the 2 units that are planned; "
+        "restore it from a copy",
     }
 
 
