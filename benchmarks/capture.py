@@ -7,9 +7,10 @@ Plain and captured runs take turns, `--repeats` of each; rates are the best of e
 
 staged      every wanted row of every layer reaches host memory and is dropped there
 end to end  prompts go in as units and come out as committed units of a run under DIR; `phases`
-            tells the time until writing began (ramp), how fast files grew from then until the
-            engine was done (steady), and the time from there to the last commit (drain)
-writers     the same number of plain threads write files of 64 MiB with fsync under DIR
+            tells the time until writing began (ramp), from then until the engine was done (steady),
+            and from there to the last commit (drain)
+writers     before each committed run the same number of plain threads write files of 64 MiB with
+            fsync under DIR, all the same number of files
 memory      with --soak-seconds: units run for so long under the first DIR, and what this process
             and its children hold is sampled each second
 
@@ -28,6 +29,7 @@ import sys
 import threading
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
 
 from benchmarks.capture_runs import Bench, Pairs, numbers  # noqa: E402
+from benchmarks.run_folder import settle  # noqa: E402
 
 FILE_BYTES = 64 << 20
 
@@ -82,7 +85,7 @@ def plain_writers(folder: str, threads: int, total_bytes: int, kept_bytes: int) 
     data = np.random.default_rng(0).integers(0, 255, FILE_BYTES, dtype=np.uint8).tobytes()
     target = Path(folder) / f"attnstore-writers-{os.getpid()}"
     target.mkdir(parents=True, exist_ok=True)
-    files = max(threads, total_bytes // FILE_BYTES)
+    files = threads * max(1, total_bytes // FILE_BYTES // threads)
     kept = max(1, kept_bytes // FILE_BYTES // threads)
 
     def write(number: int) -> None:
@@ -103,6 +106,7 @@ def plain_writers(folder: str, threads: int, total_bytes: int, kept_bytes: int) 
         worker.join()
     seconds = time.perf_counter() - started
     shutil.rmtree(target, ignore_errors=True)
+    settle()
     return files * FILE_BYTES / seconds / 1e9
 
 
@@ -132,27 +136,32 @@ def _measure(bench: Bench, options: argparse.Namespace) -> None:
         count = max(1, options.tokens // length)
         pairs = bench.staged(length, count)
         add(Measurement("staged", length, count, pairs, max(pairs.captured) * row_bytes / 1e9))
-    writers: dict[str, float] = {}
+    committed: dict[str, tuple[float, ...]] = {}
+    writers: dict[str, tuple[float, ...]] = {}
     length = options.run_length
     for folder in options.run_in:
         count = max(1, options.run_tokens // length)
         volume = count * length * row_bytes
         written = min(volume, options.writers_bytes)
         kept = min(volume, options.keep_bytes or volume)
-        # The best of several: a machine's memory may have to grow at the first.
-        writers[folder] = max(
-            plain_writers(folder, options.threads * options.tp, written, kept)
-            for _ in range(options.repeats)
-        )
-        print(f"writers     {folder:<16} {writers[folder]:.2f} GB/s", flush=True)
-        run = bench.end_to_end(length, count, folder)
-        speed = run.gigabytes_per_second
+        write = partial(plain_writers, folder, options.threads * options.tp, written, kept)
+        # A machine's memory may have to grow at the first.
+        write()
+        run = bench.end_to_end(length, count, folder, write)
+        speed = max(run.gigabytes_per_second)
+        committed[folder], writers[folder] = run.gigabytes_per_second, run.writers
         add(
             Measurement(
                 "end to end", length, count, run.pairs, speed, folder, run.timings, run.phases
             )
         )
-        print(f"            over plain writers: {speed / writers[folder]:.3f}", flush=True)
+        of_each = np.divide(run.gigabytes_per_second, run.writers)
+        print(
+            f"            GB/s {_listed(run.gigabytes_per_second)}, plain writers before each "
+            f"{_listed(run.writers)}: best over best {speed / max(run.writers):.3f}, median of "
+            f"pairs {np.median(of_each):.3f}",
+            flush=True,
+        )
     memory = None
     if options.soak_seconds:
         memory = bench.soak(options.soak_seconds, length, options.run_in[0])
@@ -166,6 +175,7 @@ def _measure(bench: Bench, options: argparse.Namespace) -> None:
             "options": {k: v for k, v in vars(options).items() if k != "json"},
             "bytes_per_token": row_bytes,
             "measurements": [one.as_json() for one in measured],
+            "committed_gb_per_s": committed,
             "plain_writers_gb_per_s": writers,
             "memory": memory,
             "max_rss_bytes": largest,
@@ -240,6 +250,10 @@ def _options() -> argparse.Namespace:
     if options.verify and options.keep_bytes is not None:
         parser.error("--verify needs all of a run; leave --keep-bytes out")
     return options
+
+
+def _listed(rates: tuple[float, ...]) -> str:
+    return ", ".join(f"{rate:.2f}" for rate in rates)
 
 
 def _rounded(timings: dict[str, float]) -> dict[str, float]:

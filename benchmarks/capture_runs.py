@@ -61,7 +61,10 @@ class CommittedRun:
     """The best of some committed runs. `phases` are seconds, except where a name says otherwise."""
 
     pairs: Pairs
-    gigabytes_per_second: float
+    gigabytes_per_second: tuple[float, ...]
+    """Stored, run by run."""
+    writers: tuple[float, ...]
+    """What the plain writers reached just before each run, GB/s."""
     phases: dict[str, float]
     timings: dict[str, float]
 
@@ -150,17 +153,25 @@ class Bench:
                 time.sleep(0.0005)
         return time.perf_counter() - started
 
-    def end_to_end(self, length: int, count: int, folder: str) -> CommittedRun:
-        """Run `--repeats` committed runs of `count` prompts; figures are those of the best."""
+    def end_to_end(
+        self, length: int, count: int, folder: str, writers: Callable[[], float]
+    ) -> CommittedRun:
+        """Run `--repeats` committed runs of `count` prompts; phases are those of the best.
+
+        `writers` returns what plain writers reach, and is run before each of them.
+        """
         runs: list[tuple[float, float, dict[str, float], dict[str, float]]] = []
+        written: list[float] = []
 
         def captured() -> float:
+            written.append(writers())
             runs.append(self._committed_run(length, count, folder))
             return runs[-1][0]
 
         pairs = self._taking_turns(length, count, captured)
-        _, speed, phases, timings = max(runs, key=lambda run: run[0])
-        return CommittedRun(pairs, speed, phases, timings)
+        _, _, phases, timings = max(runs, key=lambda run: run[0])
+        speeds = tuple(speed for _, speed, _, _ in runs)
+        return CommittedRun(pairs, speeds, tuple(written), phases, timings)
 
     def _committed_run(
         self, length: int, count: int, folder: str
@@ -171,11 +182,11 @@ class Bench:
             started = time.perf_counter()
             before = self.engine.call("capture_timings")[0]
             stored, timings = 0, dict.fromkeys(before, 0.0)
-            computed, written = started, 0
+            computed = started
             for results, ran_out in self._steps(tasks):
                 if ran_out:
                     # The last time this happens the engine has no more work.
-                    computed, written = time.perf_counter(), watched.written_bytes()
+                    computed = time.perf_counter()
                 for result in results:
                     stored += result.bytes
                     watched.committed(result.unit, result.bytes)
@@ -190,7 +201,6 @@ class Bench:
         phases = {
             "ramp": begun - started,
             "steady": computed - begun,
-            "steady_gb_per_s": written / max(computed - begun, 1e-9) / 1e9,
             "drain": ended - computed,
             "deleted_gb": watched.deleted_bytes / 1e9,
             "waited_for_deletion": watched.waited_seconds,

@@ -1,4 +1,4 @@
-"""A run's folder while a benchmark fills it: when writing begins, how much is there, what may go.
+"""A run's folder while a benchmark fills it: when writing begins, and what may go.
 
 Threads delete the data of committed units, the oldest first, once more than `keep_bytes` of it lies
 there, so that a small memory file system takes a run of any length. It knows nothing of the
@@ -12,7 +12,6 @@ import shutil
 import threading
 import time
 from collections import deque
-from contextlib import suppress
 from pathlib import Path
 
 from store import keys
@@ -21,6 +20,11 @@ WATCH_SECONDS = 0.005
 SWEEPERS = 4
 """A memory file system frees several GB/s per thread, slower than a GPU's host may write."""
 STOP_SECONDS = 60.0
+
+
+def settle() -> None:
+    """Return when what was written or deleted before keeps no disk busy any more."""
+    os.sync()
 
 
 class RunFolder:
@@ -63,24 +67,15 @@ class RunFolder:
             self._changed.wait_for(lambda: self._held <= most or self._stopped.is_set())
         self.waited_seconds += time.perf_counter() - started
 
-    def written_bytes(self) -> int:
-        """Return the bytes of all files there are and of those deleted."""
-        found = 0
-        for place, _, names in os.walk(self.folder):
-            for name in names:
-                # It may have been renamed or deleted since it was listed.
-                with suppress(FileNotFoundError):
-                    found += Path(place, name).stat().st_size
-        return found + self.deleted_bytes
-
     def close(self) -> None:
-        """Stop the threads and delete the run."""
+        """Stop the threads and delete the run; return once the file system has settled."""
         self._stopped.set()
         with self._changed:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join(STOP_SECONDS)
         shutil.rmtree(self.folder, ignore_errors=True)
+        settle()
 
     def _watch(self) -> None:
         while not self._stopped.is_set():
