@@ -237,16 +237,14 @@ class ShardLoop:
             self._make_patterns(unit, number, whole)
 
     def _make_patterns(self, unit: _Unit, number: int, prompts: Sequence[int]) -> None:
-        starts = first_entries(unit.layout)
-        for prompt in prompts:
+        started = time.perf_counter()
+        for entry, packed_NE in unit.patterns[number].take(prompts, unit.layout):
+            unit.spent("pattern", started)
+            run = Run(unit.layout.key, entry, packed_NE.shape[1], 0)
+            bits_NE = packed_NE.view(BITS_DTYPE[packed_NE.itemsize])
+            self._place_run(unit, number, run, bits_NE[:, None, None, :, None])
             started = time.perf_counter()
-            tiles = unit.patterns[number].take(prompt, int(unit.layout.num_rows[prompt]))
-            for entry, packed_NE in tiles:
-                unit.spent("pattern", started)
-                run = Run(unit.layout.key, int(starts[prompt]) + entry, packed_NE.shape[1], 0)
-                bits_NE = packed_NE.view(BITS_DTYPE[packed_NE.itemsize])
-                self._place_run(unit, number, run, bits_NE[:, None, None, :, None])
-                started = time.perf_counter()
+        unit.spent("pattern", started)
 
     def _place_run(self, unit: _Unit, tap: int, run: Run, staged_GCgtD: np.ndarray) -> None:
         cut = unit.cuts[self.taps[tap].site]

@@ -17,7 +17,11 @@ key position k, in the order in which vLLM's kernels apply the steps:
 The last term is a learned sink (one extra logit per head that takes probability and gives no
 value); without sinks it is absent and rows sum to 1, with them to 1 minus the sink's share.
 
-Legend: N heads asked for, G key-value heads given, Q query rows, K key rows, D head size.
+`pattern` also takes prompts of one length together, stacked on axes before the heads: every prompt
+goes through the same operations, so that its values have the same bits as alone.
+
+Legend: N heads asked for, G key-value heads given, Q query rows, K key rows, D head size; `...` no
+axis, or prompts of equal positions.
 """
 
 from __future__ import annotations
@@ -38,7 +42,10 @@ TILE_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """Rows of some heads of one layer: `values` [heads, rows, D], global `heads`, `positions`."""
+    """Rows of some heads of one layer: `values` [..., heads, rows, D], `heads`, `positions`.
+
+    `heads` are global; `positions` are those of every prompt that is stacked.
+    """
 
     values: NDArray[np.generic]
     heads: Sequence[int]
@@ -70,7 +77,7 @@ def scores(
 def pattern(
     semantics: LayerSemantics, rot_q: HeadRows, rot_k: HeadRows, keys: Positions | None = None
 ) -> Float32:
-    """Return the attention pattern, float32 [N, Q, K]; the softmax runs over all rows of `rot_k`.
+    """Return the attention pattern, float32 [..., N, Q, K]; the softmax takes all rows of `rot_k`.
 
     `rot_k` must hold every position that a query can see, else the denominators would be wrong:
     `ValueError`. `keys` picks the columns that are returned (indices into `rot_k`'s rows) and does
@@ -79,20 +86,22 @@ def pattern(
     _require_every_key(semantics, rot_q.positions, rot_k.positions)
     columns = slice(None) if keys is None else keys
     num_columns = len(rot_k.positions) if keys is None else len(keys)
-    out_NQK = np.empty((len(rot_q.heads), len(rot_q.positions), num_columns), np.float32)
+    stacked = rot_q.values.shape[:-3]
+    out_NQK = np.empty((*stacked, len(rot_q.heads), len(rot_q.positions), num_columns), np.float32)
     for places, rows, tile_NQK in _score_tiles(semantics, rot_q, rot_k):
         sinks = None if semantics.sinks is None else _by_head(semantics.sinks, rot_q.heads, places)
         _softmax_in_place(tile_NQK, sinks)
-        out_NQK[places, rows] = tile_NQK[:, :, columns]
+        out_NQK[..., places, rows, :] = tile_NQK[..., columns]
     return out_NQK
 
 
 def _score_tiles(
     semantics: LayerSemantics, rot_q: HeadRows, rot_k: HeadRows
 ) -> Iterator[tuple[list[int], slice, Float32]]:
-    """Yield (places of heads that share keys, query rows, scores [n, rows, K]), tile by tile.
+    """Yield (places of heads that share keys, query rows, scores [..., n, rows, K]), by tiles.
 
-    The heads of one key-value head go through one matrix product; a tile has at most `TILE_BYTES`.
+    The heads of one key-value head go through one matrix product; a tile has at most `TILE_BYTES`
+    of one prompt.
     """
     place_of_kv_head = {head: place for place, head in enumerate(rot_k.heads)}
     sharing: dict[int, list[int]] = {}
@@ -105,13 +114,15 @@ def _score_tiles(
         sharing.setdefault(kv_head, []).append(place)
     num_keys = len(rot_k.positions)
     for kv_head, places in sharing.items():
-        k_KD = np.asarray(rot_k.values[place_of_kv_head[kv_head]], np.float32)
+        k_KD = np.asarray(rot_k.values[..., place_of_kv_head[kv_head], :, :], np.float32)
         tile_rows = max(1, TILE_BYTES // (4 * max(1, num_keys) * len(places)))
         for start in range(0, len(rot_q.positions), tile_rows):
             rows = slice(start, start + tile_rows)
-            q_NQD = np.asarray(rot_q.values[places, rows], np.float32)
-            scores_NQK = (q_NQD.reshape(-1, q_NQD.shape[-1]) @ k_KD.T).reshape(
-                *q_NQD.shape[:2], num_keys
+            q_NQD = np.asarray(rot_q.values[..., places, rows, :], np.float32)
+            *stacked, _, num_queries, head_size = q_NQD.shape
+            flat_RD = q_NQD.reshape(*stacked, len(places) * num_queries, head_size)
+            scores_NQK = (flat_RD @ k_KD.swapaxes(-1, -2)).reshape(
+                *stacked, len(places), num_queries, num_keys
             )
             q_pos = rot_q.positions[rows]
             slopes = semantics.alibi_slopes

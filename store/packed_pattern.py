@@ -1,9 +1,9 @@
 """Attention patterns as they are stored: the lower triangle, packed, row q of a prompt at q(q+1)/2.
 
-Legend: N heads, Q = K rows of a prompt, E entries. A causal pattern is zero above its diagonal, so
-the packed form holds all of it at half the size. The prompts of a unit follow each other on the
-entry axis in the order of its rows. As `uint8` a probability p is stored as round(255 p), off by at
-most 1/510.
+Legend: N heads, Q = K rows of a prompt, E entries; `...` no axis or prompts of one length. A causal
+pattern is zero above its diagonal, so the packed form holds all of it at half the size. The prompts
+of a unit follow each other on the entry axis in the order of its rows. As `uint8` a probability p
+is stored as round(255 p), off by at most 1/510.
 """
 
 from __future__ import annotations
@@ -59,16 +59,24 @@ def entry_starts(num_rows: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def pack_query_rows(pattern_NQK: NDArray[Any], first: int, dtype: str) -> NDArray[Any]:
-    """Return [N, E] of `dtype`: the entries of query rows from `first`, ready to be stored.
+    """Return [..., N, E] of `dtype`: the entries of query rows from `first`, ready to be stored.
 
-    Keys begin with position 0 and hold at least those up to the last query.
+    Keys begin with position 0 and hold at least those up to the last query. Goes row by row: that
+    takes half the time that picking the triangle by a mask does.
     """
-    queries, keys = pattern_NQK.shape[1:]
-    seen_QK = np.arange(keys)[None, :] <= first + np.arange(queries)[:, None]
-    packed_NE = pattern_NQK[:, seen_QK]
-    if dtype == "uint8":
-        packed_NE = np.rint(packed_NE.astype(np.float32) * UINT8_STEPS)
-    return np.ascontiguousarray(packed_NE.astype(DTYPES[dtype]))
+    queries = pattern_NQK.shape[-2]
+    packed_NE = np.empty(
+        (*pattern_NQK.shape[:-2], num_entries(first + queries) - num_entries(first)), DTYPES[dtype]
+    )
+    entry = 0
+    for row in range(queries):
+        seen = first + row + 1
+        values_NK = pattern_NQK[..., row, :seen]
+        if dtype == "uint8":
+            values_NK = np.rint(values_NK.astype(np.float32) * UINT8_STEPS)
+        packed_NE[..., entry : entry + seen] = values_NK
+        entry += seen
+    return packed_NE
 
 
 def pack_pattern(pattern_NQK: NDArray[Any], dtype: str) -> NDArray[Any]:

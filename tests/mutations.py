@@ -43,7 +43,7 @@ UNNOTICED = "NO"
 FAST_TESTS = {
     "capture/attention_layers.py": "tests/capture/test_attention_layers.py",
     "capture/heads.py": "tests/capture/test_heads.py",
-    "capture/pattern_rows.py": "tests/capture/test_pattern_rows.py",
+    "capture/pattern_making.py": "tests/capture/test_pattern_batches.py",
     "capture/shard_loop.py": "tests/capture/test_assembly.py",
     "store/attention.py": "tests/store/test_attention.py",
     "store/run.py": "tests/store/test_weights.py",
@@ -198,9 +198,9 @@ MUTATIONS = (
     ),
     Mutation(
         "stored patterns of the next head",
-        "capture/pattern_rows.py",
-        "= pattern(semantics, queries, given)",
-        "= np.roll(pattern(semantics, queries, given), 1, axis=0)",
+        "capture/pattern_making.py",
+        "pack_query_rows(pattern(semantics, q_BNTD, k_BGTD)",
+        "pack_query_rows(np.roll(pattern(semantics, q_BNTD, k_BGTD), 1, axis=1)",
         "gemma2",
     ),
     Mutation(

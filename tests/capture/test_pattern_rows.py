@@ -16,7 +16,8 @@ import torch
 from capture.assembly import Assembly, RankReport
 from capture.errors import CaptureError
 from capture.lanes import process_lanes, thread_lanes
-from capture.pattern_rows import PatternRecipe, bundles, first_entries, make_pattern, require_rows
+from capture.pattern_making import make_pattern
+from capture.pattern_rows import PatternRecipe, bundles, first_entries, require_rows
 from capture.rows import ALL_POSITIONS, Positions, Span, UnitLayout, plan_step
 from capture.settings import StoreLocation
 from capture.shard_loop import OpenUnit, Tap
