@@ -67,6 +67,7 @@ class Dispatcher:
         self._pause_seconds = 0.0
         self._paused_until = 0.0
         self._store_failing_since: float | None = None
+        self._store_error = ""
         self._spawn_pause = 0.0
         self._spawn_after = 0.0
         self._short_since: float | None = None
@@ -276,13 +277,23 @@ class Dispatcher:
             if order is None or order.attempt != result.attempt:
                 continue
             del worker.orders[result.unit]
-            self._result(number, order, result, now)
+            self._result(number, order, result, now, store_works=report.store_works)
         if report.dead is not None:
             self._lost(number, Event.ENGINE_DIED, report.dead, now, report.dead_rank)
 
-    def _result(self, number: WorkerId, order: UnitOrder, result: UnitResult, now: float) -> None:
+    def _result(
+        self,
+        number: WorkerId,
+        order: UnitOrder,
+        result: UnitResult,
+        now: float,
+        *,
+        store_works: bool,
+    ) -> None:
         worker = self.workers[number]
         event = RESULTS[result.status, result.store_failed]
+        if event is Event.STORE_FAILED and store_works and self._schedule.store_refuses(order.unit):
+            event = Event.STORE_REFUSES
         self._count(event)
         error = result.error or ""
         rule = RULES[event]
@@ -291,9 +302,11 @@ class Dispatcher:
         elif rule.unit is ForUnit.REQUEUE:
             self._schedule.requeue(result.unit)
         else:
-            self._charge(order, error, self._suspect(worker, order), now)
+            # What the store refuses is the unit's, never known to be one prompt's.
+            own = event is Event.STORE_REFUSES
+            self._charge(order, error, None if own else self._suspect(worker, order), now)
         if rule.run is ForRun.BACK_OFF:
-            self._back_off(error, now)
+            self._back_off(error, now, store_works=store_works)
         self._log(
             str(event),
             unit=result.unit,
@@ -398,7 +411,8 @@ class Dispatcher:
             and now - since > limits.store_patience_seconds
         ):
             message = (
-                f"the store has failed for {now - since:.0f} s; run the same command again later"
+                f"the store has failed for {now - since:.0f} s; run the same command again later. "
+                f"The last error:\n{self._store_error}"
             )
             self.end(Event.STORE_GONE, message, now)
         if self._drain_until is not None and now > self._drain_until:
@@ -420,9 +434,12 @@ class Dispatcher:
             )
             self.end(Event.NO_ROOM, message, now)
 
-    def _back_off(self, error: str, now: float) -> None:
-        if self._store_failing_since is None:
+    def _back_off(self, error: str, now: float, *, store_works: bool) -> None:
+        if store_works:
+            self._store_failing_since = None
+        elif self._store_failing_since is None:
             self._store_failing_since = now
+        self._store_error = error
         if now >= self._paused_until:
             self._pause_seconds = min(MAX_PAUSE_SECONDS, max(1.0, 2 * self._pause_seconds))
             self._paused_until = now + self._pause_seconds

@@ -66,6 +66,8 @@ class WorkReport:
     """Traceback of the error after which the engine can do no more."""
     dead_rank: int | None = None
     """The rank that it comes from, where it is one rank's."""
+    store_works: bool = False
+    """Where the store failed under a result: whether it took another object just then."""
 
 
 class LossCause(StrEnum):

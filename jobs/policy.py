@@ -27,6 +27,8 @@ class Event(StrEnum):
     NODE_LOST = "node lost"
     PREEMPTED = "preempted"
     STORE_FAILED = "store failed"
+    STORE_REFUSES = "store refuses the unit"
+    """It failed under the unit again and again, and each time took something else just then."""
     START_FAILED = "start failed"
     START_DEADLINE = "start deadline passed"
     SIGTERM = "asked to stop"
@@ -94,6 +96,7 @@ RULES: Final = MappingProxyType(
         Event.NODE_LOST: Rule(_U.REQUEUE, _W.REPLACE, _R.GO_ON),
         Event.PREEMPTED: Rule(_U.REQUEUE, _W.REPLACE, _R.GO_ON),
         Event.STORE_FAILED: Rule(_U.REQUEUE, _W.KEEP, _R.BACK_OFF),
+        Event.STORE_REFUSES: Rule(_U.CHARGE, _W.KEEP, _R.BACK_OFF),
         Event.START_FAILED: Rule(_U.NOTHING, _W.REPLACE, _R.GO_ON),
         Event.START_DEADLINE: Rule(_U.NOTHING, _W.REPLACE, _R.GO_ON),
         Event.SIGTERM: Rule(_U.NOTHING, _W.KEEP, _R.DRAIN, 75),
@@ -126,6 +129,10 @@ time: a kill from outside would otherwise cost an innocent prompt its place."""
 
 MAX_BLIND_FAILURES: Final = 3
 """A unit that failed so often one by one without any prompt to blame is given up whole."""
+
+MAX_STORE_FAILURES: Final = 5
+"""A unit that the store failed under so often, though it took another object each time right after,
+is charged from then on: what is wrong is not the store as a whole."""
 
 SAME_ERROR_UNITS: Final = 3
 """So many different units failing alike before anything was ever committed stop the run; of two

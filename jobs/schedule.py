@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jobs.messages import UnitOrder
-from jobs.policy import MAX_BLIND_FAILURES, MAX_SOLO_DEATHS, Try, next_try
+from jobs.policy import (
+    MAX_BLIND_FAILURES,
+    MAX_SOLO_DEATHS,
+    MAX_STORE_FAILURES,
+    Try,
+    next_try,
+)
 
 QUARANTINED = "quarantined: "
 """How the reason of a prompt that took engines down begins."""
@@ -42,6 +48,7 @@ class _Suspicion:
 
     charges: int = 0
     blind_failures: int = 0
+    store_failures: int = 0
     solo_deaths: dict[int, int] = field(default_factory=dict)
     masked: dict[int, str] = field(default_factory=dict)
 
@@ -122,6 +129,12 @@ class Schedule:
         """The unit came back through no fault of its own."""
         if self._state[unit] == _RUNNING:
             self._put_back(unit)
+
+    def store_refuses(self, unit: int) -> bool:
+        """Note that the store failed under the unit and works; return whether to charge it."""
+        suspicion = self._suspicions.setdefault(unit, _Suspicion())
+        suspicion.store_failures += 1
+        return suspicion.store_failures > MAX_STORE_FAILURES
 
     def charge(self, unit: int, error: str, running_place: int | None = None) -> None:
         """The unit may have caused a failure. `running_place`: the prompt that ran quite alone."""

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,9 @@ from jobs.tasks import TaskReader
 from store import keys
 from store.checks import SelfCheckFigures, self_check_key
 from store.errors import ObjectExists, RunError, StoreError, is_store_trouble
+from store.objects.local import LocalStore
 from store.objects.open import open_store
+from store.objects.probe import takes_objects
 
 if TYPE_CHECKING:
     from capture.engine import CaptureEngine
@@ -78,7 +81,7 @@ class CaptureWorker:
         if order is not None:
             refused = self._admit(engine, order)
             if refused is not None:
-                return WorkReport(results=(refused,))
+                return WorkReport(results=(refused,), store_works=self._store_works([refused]))
             if engine.in_flight < self._spec.units_in_flight and not order.batch_prompts:
                 return WorkReport()
         results: list[UnitResult] = []
@@ -86,10 +89,23 @@ class CaptureWorker:
         while engine.in_flight and not results and not advanced:
             results += engine.advance()
             advanced = self._notice_batches(engine, results)
-        report = WorkReport(results=tuple(results), finished=dict(self._batched))
+        report = WorkReport(
+            results=tuple(results),
+            finished=dict(self._batched),
+            store_works=self._store_works(results),
+        )
         for result in results:
             self._batched.pop(result.unit, None)
         return report
+
+    def _store_works(self, results: Sequence[UnitResult]) -> bool:
+        """Return whether the store, which failed under one of these, takes another object now.
+
+        Never asked of a local disk: one that is nearly full takes a small object and no unit, and
+        its errors say of themselves what they are of.
+        """
+        failed = any(result.store_failed for result in results)
+        return failed and not isinstance(self._objects, LocalStore) and takes_objects(self._objects)
 
     def _admit(self, engine: CaptureEngine, order: UnitOrder) -> UnitResult | None:
         try:

@@ -96,7 +96,9 @@ class StoreNotAtomic(StoreError):
     """This back end lets two writers both win a create-only put."""
 
 
-_ABOUT_ONE_NAME = (ObjectNotFound, ObjectExists, CannotList, StoreNotAtomic)
+_ABOUT_ONE_NAME = (ObjectNotFound, ObjectExists, NotAFile, CannotList, StoreNotAtomic)
+
+_OF_ONE_NAME = frozenset({errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG, errno.EFBIG})
 
 _TROUBLE = frozenset(
     getattr(errno, name)
@@ -111,11 +113,11 @@ _TROUBLE = frozenset(
 def is_store_trouble(error: BaseException) -> bool:
     """Return whether what was raised *while a store was used* says that the store is in trouble.
 
-    So is every `StoreError` but those that say what there is under a name or what a back end
-    cannot do at all, and an operating system's error of a full, broken or unreachable place. Goes
-    by type and errno, never by text: a message may quote anything.
+    So is every `StoreError` but those that say what there is under a name, or why one object cannot
+    be put there, or what a back end cannot do at all; and an operating system's error of a full,
+    broken or unreachable place. Goes by type and errno, never by text, which may quote anything.
     """
     if isinstance(error, StoreError):
-        return not isinstance(error, _ABOUT_ONE_NAME)
+        return not isinstance(error, _ABOUT_ONE_NAME) and error.errno not in _OF_ONE_NAME
     family = isinstance(error, RunError)
     return isinstance(error, OSError) and not family and error.errno in _TROUBLE

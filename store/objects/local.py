@@ -237,6 +237,10 @@ class LocalStore:
         try:
             self._folders.make(folder)
         except (FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+            if isinstance(error, NotADirectoryError) and os.path.isdir(self._root):
+                raise NotAFile(
+                    f"{error.filename} is no folder, as is due there; delete it"
+                ) from error
             failure = StoreError(f"cannot make the folder {folder}: {error.strerror}")
             failure.errno = error.errno
             raise failure from error

@@ -1,4 +1,7 @@
-"""Whether a back end keeps the one promise that commits rest on, found out before a run starts."""
+"""Whether a back end keeps the one promise that commits rest on, found out before a run starts.
+
+And whether it takes objects at all, when it refused some.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from store import keys
-from store.errors import ObjectExists, StoreNotAtomic
+from store.errors import ObjectExists, RunError, StoreError, StoreNotAtomic
 from store.objects.protocol import ObjectStore
 
 RACERS = 8
@@ -39,6 +42,19 @@ def probe_create_only(objects: ObjectStore) -> None:
                 "that they won; a run stored there could be overwritten unnoticed. Use another "
                 "location, or a server that honours If-None-Match"
             )
+
+
+def takes_objects(objects: ObjectStore) -> bool:
+    """Return whether an object can be put, read back and deleted just now."""
+    name, body = f"{keys.CHECKS}probe-{secrets.token_hex(8)}", secrets.token_bytes(16)
+    try:
+        try:
+            objects.put(name, [body])
+            return objects.get(name, max_bytes=1 << 10) == body
+        finally:
+            objects.delete(name)
+    except (StoreError, RunError):
+        return False
 
 
 def _wins(objects: ObjectStore, name: str, body: bytes) -> bool:

@@ -7,6 +7,7 @@ and kill whatever runs them. The clock is made up too, so that hours pass in mil
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +25,14 @@ UNITS, PROMPTS, IN_FLIGHT = 60, 5, 2
 class FaultyPool:
     """Workers as `jobs.worker` behaves, with faults by chance."""
 
-    def __init__(self, chance: random.Random, poison: set[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        chance: random.Random,
+        poison: set[tuple[int, int]],
+        refused: frozenset[int] = frozenset(),
+    ) -> None:
+        """`refused`: units of which the store, which works, takes not one prompt's rows."""
+        self._refused = refused
         self._chance = chance
         self._poison = poison
         self._calls: dict[messages.WorkerId, list[messages.UnitOrder | None]] = {}
@@ -119,6 +127,10 @@ class FaultyPool:
 
     def _finished(self, worker: messages.WorkerId, order: messages.UnitOrder) -> messages.PoolEvent:
         result = UnitResult(order.unit, order.attempt, UnitStatus.COMMITTED, stored=1)
+        if order.unit in self._refused and len(order.masked) < order.num_prompts:
+            refusal = replace(result, status=UnitStatus.FAILED, error="403", store_failed=True)
+            report = messages.WorkReport(results=(refusal,), store_works=True)
+            return messages.Reported(worker, report)
         if self._chance.random() < 0.03:
             status = UnitStatus.FAILED
             result = UnitResult(order.unit, order.attempt, status, error="busy", store_failed=True)
@@ -135,21 +147,16 @@ class FaultyPool:
         return messages.Lost(worker, cause, "it died")
 
 
-# The last four once ended a run early: a unit that came back was done by its double meanwhile.
-@pytest.mark.parametrize("seed", [*range(40), 251, 321, 543, 1295])
-def test_everything_ends_done_and_only_poison_is_masked(seed: int) -> None:
-    chance = random.Random(seed)
-    # Not the longest unit: a run in which nothing ever worked is stopped, and rightly.
-    poison = {(chance.randrange(UNITS // 2), chance.randrange(PROMPTS)) for _ in range(seed % 4)}
+def run_to_the_end(pool: FaultyPool, *, duplicates: bool) -> DispatchLimits:
+    """Dispatch `UNITS` units until all are done; the run must not be ended by anything."""
     ones = np.ones(UNITS, np.int64)
     units = UnitTable(
         0 * ones, np.arange(UNITS) * PROMPTS, ones * PROMPTS, np.arange(UNITS, dtype=np.int64)
     )
     schedule = Schedule(units, np.zeros(UNITS, bool), max_attempts=2)
-    pool = FaultyPool(chance, poison)
     limits = DispatchLimits(
         lowest=1, highest=3, units_in_flight=IN_FLIGHT, unit_deadline_seconds=30,
-        duplicate_stragglers=bool(seed % 2),
+        duplicate_stragglers=duplicates,
     )  # fmt: skip
     drive = Dispatcher(schedule, pool, limits, lambda _event, **_fields: None)
     clock = 0.0
@@ -158,6 +165,17 @@ def test_everything_ends_done_and_only_poison_is_masked(seed: int) -> None:
         clock += 1.0
         assert clock < 50_000, "it never ends"
     assert drive.ending is None
+    return limits
+
+
+# The last four once ended a run early: a unit that came back was done by its double meanwhile.
+@pytest.mark.parametrize("seed", [*range(40), 251, 321, 543, 1295])
+def test_everything_ends_done_and_only_poison_is_masked(seed: int) -> None:
+    chance = random.Random(seed)
+    # Not the longest unit: a run in which nothing ever worked is stopped, and rightly.
+    poison = {(chance.randrange(UNITS // 2), chance.randrange(PROMPTS)) for _ in range(seed % 4)}
+    pool = FaultyPool(chance, poison)
+    limits = run_to_the_end(pool, duplicates=bool(seed % 2))
     assert set(pool.committed) == set(range(UNITS))
     for unit, orders in pool.committed.items():
         if not limits.duplicate_stragglers:
@@ -173,3 +191,16 @@ def test_everything_ends_done_and_only_poison_is_masked(seed: int) -> None:
     # A chance death can hit a prompt that runs alone; twice at the same one is for poison alone,
     # but for luck of one in thousands.
     assert len(masked - poison) <= 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("refused", [{7}, {UNITS - 1, 3}, {0, 1, 2}])
+def test_a_unit_that_a_working_store_refuses_ends_as_failed_and_no_other_does(
+    seed: int, refused: set[int]
+) -> None:
+    pool = FaultyPool(random.Random(seed), set(), frozenset(refused))
+    run_to_the_end(pool, duplicates=False)
+    for unit, (order,) in pool.committed.items():
+        assert (len(order.masked) == PROMPTS) is (unit in refused)
+    reasons = {reason for unit in refused for _, reason in pool.committed[unit][0].masked}
+    assert all(reason.endswith("again and again: 403") for reason in reasons)

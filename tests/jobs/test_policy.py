@@ -28,6 +28,7 @@ TABLE = [
     (Event.NODE_LOST, ForUnit.REQUEUE, ForWorker.REPLACE, ForRun.GO_ON, None),
     (Event.PREEMPTED, ForUnit.REQUEUE, ForWorker.REPLACE, ForRun.GO_ON, None),
     (Event.STORE_FAILED, ForUnit.REQUEUE, ForWorker.KEEP, ForRun.BACK_OFF, None),
+    (Event.STORE_REFUSES, ForUnit.CHARGE, ForWorker.KEEP, ForRun.BACK_OFF, None),
     (Event.START_FAILED, ForUnit.NOTHING, ForWorker.REPLACE, ForRun.GO_ON, None),
     (Event.START_DEADLINE, ForUnit.NOTHING, ForWorker.REPLACE, ForRun.GO_ON, None),
     (Event.SIGTERM, ForUnit.NOTHING, ForWorker.KEEP, ForRun.DRAIN, ExitCode.INTERRUPTED),

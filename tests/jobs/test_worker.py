@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,8 +29,10 @@ from jobs.schedule import QUARANTINED
 from jobs.tasks import TaskReader
 from jobs.worker import CaptureWorker
 from store.checks import read_checks
+from store.errors import StoreError
 from store.objects.open import open_store
 from tests.jobs.fake_worker import model_manifest
+from tests.store.faults import FaultyStore
 
 RUN_ID = "0" * 32
 
@@ -167,6 +170,37 @@ def test_a_plan_that_the_store_does_not_give_is_the_stores_failure(
     monkeypatch.setattr(worker._tasks, "task", refuses)
     (result,) = worker.work(order(0)).results
     assert (result.status, result.store_failed) == (UnitStatus.FAILED, True)
+
+
+@pytest.mark.parametrize("down", [False, True])
+@pytest.mark.parametrize("local", [False, True])
+def test_under_a_failing_unit_an_object_store_is_tried_with_another_object(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch, down: bool, local: bool
+) -> None:
+    """And a disk is not: it may be too full for a unit and not for what it is tried with."""
+
+    def refuses(_order: UnitOrder) -> Any:
+        raise StoreError("503 for this name alone")
+
+    objects = open_store(f"memory://worker-{secrets.token_hex(4)}")
+    monkeypatch.setattr(worker._tasks, "task", refuses)
+    if not local:
+        store = FaultyStore(objects, fail_at=0 if down else -1)
+        monkeypatch.setattr(worker, "_objects", store)
+    report = worker.work(order(0))
+    assert [result.store_failed for result in report.results] == [True]
+    assert report.store_works is not (down or local)
+    assert list(objects.list("")) == []
+    assert not list(worker._objects.list("checks/"))
+
+
+def test_a_worker_whose_units_go_well_tries_no_store(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_objects", FaultyStore(worker._objects, fail_at=0))
+    worker.work(order(0))
+    assert not worker.work(None).store_works
+    assert worker._objects.writes == 0  # type: ignore[attr-defined]
 
 
 def test_only_a_self_check_that_passed_spares_the_next_worker_its_own(
