@@ -62,10 +62,13 @@ def collect_garbage(objects: ObjectStore, *, delete: bool = False, threads: int 
     """Find what nothing refers to any more and, with `delete`, remove it.
 
     Safe beside running captures and readers of committed data. Costs a listing of all data. Raises
-    `DamagedObject` if a commit that would decide cannot be read: nothing of that unit is judged
-    then.
+    `DamagedObject` if a commit that would decide cannot be read or a link stands in the way: then
+    nothing was deleted.
     """
     report = GcReport(deleted=delete)
+    if isinstance(objects, LocalStore):
+        # Counted first, since what cannot be counted is refused.
+        report.temporary_files = objects.stale_temporaries(time.time() - STALE_SECONDS)
     report.garbage += _lost_attempts(objects)
     report.garbage += _old_snapshots(objects)
     report.garbage += _unnamed_plan_files(objects)
@@ -76,10 +79,10 @@ def collect_garbage(objects: ObjectStore, *, delete: bool = False, threads: int 
                 for name in names[:1]:
                     objects.delete(name)
                 list(pool.map(objects.delete, names[1:]))
-    if isinstance(objects, LocalStore):
-        report.temporary_files = objects.stale_temporaries(
-            time.time() - STALE_SECONDS, delete=delete
-        )
+        if isinstance(objects, LocalStore):
+            report.temporary_files = objects.stale_temporaries(
+                time.time() - STALE_SECONDS, delete=True
+            )
     return report
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from store import keys
 from store.commit import begin_repair, commit_unit
-from store.errors import CommitRefused, DamagedObject
+from store.errors import CommitRefused, DamagedObject, NotAFile
 from store.gc import collect_garbage
 from store.objects.local import LocalStore
 from store.snapshot import snapshot_names, write_snapshot
@@ -38,6 +38,20 @@ def test_only_attempts_that_lost_are_deleted_and_a_dry_run_deletes_nothing(objec
     assert names(objects) == before | running
     assert verify_run(objects, deep=True).ok
     assert collect_garbage(objects, delete=True).garbage == []
+
+
+@pytest.mark.parametrize("delete", [False, True])
+def test_a_link_in_place_of_temporary_files_is_refused_before_anything_is_deleted(tmp_path, delete):
+    objects = LocalStore(tmp_path / "run")
+    (sample, _) = write_run(objects, SHAPE, LENGTHS)
+    assert not capture(objects, SHAPE, sample, "lost").won
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run" / ".tmp").rmdir()
+    (tmp_path / "run" / ".tmp").symlink_to(tmp_path / "elsewhere")
+    before = names(objects)
+    with pytest.raises(NotAFile, match=r"\.tmp is a symbolic link"):
+        collect_garbage(objects, delete=delete)
+    assert names(objects) == before
 
 
 def test_attempts_stay_while_a_repair_is_open(tmp_path):

@@ -149,6 +149,34 @@ def test_what_is_no_file_is_told_at_once(run, outside, name, kind):
     assert len(problems) > 1
 
 
+@pytest.mark.parametrize("part", ["data", "data/00000001", "data/00000001/a0"])
+def test_a_folder_exchanged_for_a_link_after_it_was_used_is_gone_through_no_more(
+    run, outside, part
+):
+    name = "data/00000001/a0/more"
+    run.put(name, [b"ours"])
+    assert run.get(name, max_bytes=9) == b"ours"
+    folder, rest = Path(run.url) / part, name.removeprefix(f"{part}/")
+    folder.rename(Path(run.url) / "was-there")
+    (outside / rest).parent.mkdir(parents=True, exist_ok=True)
+    (outside / rest).write_bytes(b"theirs")
+    before = files_in(outside)
+    folder.symlink_to(outside)
+    for call in (
+        lambda: run.put(name, [b"x"]),
+        lambda: run.put(f"{name}-new", [b"x"]),
+        lambda: run.create(f"{name}-new", b"x"),
+        lambda: run.put("data/00000001/a0/site/c/new", [b"x"]),
+        lambda: run.get(name, max_bytes=9),
+        lambda: run.size(name),
+        lambda: list(run.list("data/00000001/a0/")),
+    ):
+        with pytest.raises(NotAFile, match="symbolic link"):
+            call()
+    assert files_in(outside) == before
+    assert (outside / rest).read_bytes() == b"theirs"
+
+
 TOP = ["checks", "commits", "data", "owners", "plan", "snapshots", "summaries", "weights", ".tmp"]
 
 
