@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jobs.bound import Bound, find_bound
 from jobs.config import RunConfig
@@ -46,6 +46,7 @@ from jobs.prepare import (
 from jobs.progress import ProgressView
 from jobs.schedule import Schedule
 from jobs.snapshots import SnapshotKeeper, write_snapshot_now
+from jobs.start_once import start_once
 from jobs.status import RunStatus, read_status
 from jobs.watch import Watch
 from jobs.worker import CaptureWorker
@@ -56,6 +57,10 @@ from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
 from store.run_format import ModelManifest
 from store.sealed_json import MAX_JSON_BYTES
+from store.weights import WEIGHTS
+
+if TYPE_CHECKING:
+    from jobs.ray_pool import RayPool
 
 STEP_SECONDS = 0.25
 _AGAIN = "run the same command to go on"
@@ -123,7 +128,7 @@ def run(
         prepared = _prepare(objects, config, prepared, options, log)
         log.run_id = prepared.manifest.run_id
         check_quota(objects, config, prepared)
-        bound = _capture(objects, config, prepared, damage.units, owner, options, log, view)
+        bound = _capture(objects, config, prepared, damage, owner, options, log, view)
         if damage.snapshot:
             write_snapshot_now(objects, prepared.manifest.run_id)
     except StoreError as error:
@@ -199,7 +204,7 @@ def _capture(
     objects: ObjectStore,
     config: RunConfig,
     prepared: PreparedRun,
-    damaged: Sequence[int],
+    damage: Damage,
     owner: RunOwner,
     options: RunOptions,
     log: EventLog,
@@ -208,11 +213,11 @@ def _capture(
     committed = find_done(objects, prepared)
     done = done_mask(committed, prepared.num_units)
     units = unit_columns(objects, prepared)
-    again = {*damaged, *(unit for unit in committed.lost if unit < len(units))}
+    again = {*damage.units, *(unit for unit in committed.lost if unit < len(units))}
     repairs = {u: begin_repair(objects, u, named=committed.repair(u)) for u in sorted(again)}
-    done[list(damaged)] = False
+    done[list(damage.units)] = False
     schedule = Schedule(units, done, config.workers.max_attempts, repairs)
-    if not schedule.num_missing:
+    if not schedule.num_missing and not damage.weights:
         return None
     from jobs.ray_pool import RayPool, connect, disconnect
 
@@ -230,6 +235,9 @@ def _capture(
     connect(config, verbose=options.verbose)
     try:
         pool = RayPool(config, spec, options.worker)
+        if not schedule.num_missing:
+            _store_weights(objects, pool, config, spec.run_id, damage.weights, log)
+            return None
         dispatcher = Dispatcher(schedule, pool, limits(config), log)
         snapshots = SnapshotKeeper(objects, prepared.manifest.run_id)
         watch = Watch(objects, config, owner, dispatcher, pool, snapshots)
@@ -261,6 +269,26 @@ def _capture(
         disconnect()
     _raise_ending(dispatcher, schedule)
     return find_bound(dispatcher.counters.stalls)
+
+
+def _store_weights(
+    objects: ObjectStore,
+    pool: RayPool,
+    config: RunConfig,
+    run_id: str,
+    weights: Sequence[str],
+    log: EventLog,
+) -> None:
+    """Have an engine store what of W_O was deleted, when it starts."""
+    try:
+        facts = start_once(pool, config.workers.start_deadline_seconds)
+    finally:
+        pool.close()
+    store_model(objects, facts, run_id)
+    held = {info.name for info in objects.list(WEIGHTS)}
+    if missing := sorted(set(weights) - held):
+        raise RunStopped(f"an engine was started for {missing[0]} and did not store it")
+    log("stored anew", names=list(weights))
 
 
 def limits(config: RunConfig) -> DispatchLimits:

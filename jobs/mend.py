@@ -1,9 +1,10 @@
 """What `run --repair` makes of what `verify` found: capture, delete what is derived, or say what.
 
 Units are captured again. Snapshots, self-checks and owners are derived or advisory: a damaged one
-is deleted, and made again where something makes it. A W_O is deleted for the next engine to store
-it. What nothing makes again is named with what to do, and stops nothing; only damage to what all
-reading rests on (`run.json`, `model.json`, the plan) does.
+is deleted, and made again where something makes it. A W_O is deleted too, and stored anew by the
+engine that captures what is damaged, or by one that is started for nothing else. What nothing makes
+again is named with what to do, and stops nothing; only damage to what all reading rests on
+(`run.json`, `model.json`, the plan) does.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ class Damage:
     """To be captured again."""
     snapshot: bool = False
     """Whether a snapshot is to be written anew."""
+    weights: tuple[str, ...] = ()
+    """The W_O that an engine is to store anew when it starts."""
 
     def __bool__(self) -> bool:
-        return bool(self.units) or self.snapshot
+        return bool(self.units) or self.snapshot or bool(self.weights)
 
 
 def find_damage(
@@ -61,7 +64,6 @@ def find_damage(
                 f"{problem.name} cannot be repaired by capturing: {problem.message}. Restore it "
                 "from a copy of the run"
             )
-    units = set(report.damaged_units)
     model = read_model(objects, prepared.manifest.run_id)
     due = set() if model is None else due_weights(prepared.manifest.config, model)
     for problem in beside:
@@ -70,13 +72,11 @@ def find_damage(
         else:
             advice = next(text for prefix, text in _LEFT.items() if problem.name.startswith(prefix))
             log("not repaired", name=problem.name, problem=problem.message, detail=advice)
-    if not units and any(problem.name in due for problem in beside):
-        # Only an engine can store a W_O, and one starts where a unit is captured.
-        units.add(0)
+    weights = {problem.name for problem in beside if problem.name in due}
     snapshot = any(problem.name.startswith(keys.SNAPSHOTS) for problem in beside)
     if snapshot:
         objects.delete(LATEST)  # It may name one that was deleted, and the next may sort before.
-    return Damage(tuple(sorted(units)), snapshot)
+    return Damage(tuple(sorted(report.damaged_units)), snapshot, tuple(sorted(weights)))
 
 
 def _delete(objects: ObjectStore, problem: Problem, log: EventLog) -> None:

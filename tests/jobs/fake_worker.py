@@ -21,6 +21,7 @@ from jobs.worker import CaptureWorker
 from store.commit import commit_unit
 from store.objects.open import open_store
 from store.run_format import LayerSemantics, ModelManifest, Outcome
+from store.weights import OutputProjection, write_output_projection
 from tests.store.sample_run import SampleShape, SampleUnit, write_unit
 
 FAULTS = "ATTNSTORE_TEST_FAULTS"
@@ -33,7 +34,9 @@ class FakeWorker(CaptureWorker):
     """A `CaptureWorker` with a `FakeEngine`."""
 
     def _start_engine(self) -> Any:
-        return FakeEngine(self._spec.location, self._spec.run_id)
+        return FakeEngine(
+            self._spec.location, self._spec.run_id, weights=self._spec.capture.output_weights
+        )
 
 
 class FakeEngine:
@@ -41,7 +44,7 @@ class FakeEngine:
 
     lost_rank: int | None = None
 
-    def __init__(self, location: Any, run_id: str) -> None:
+    def __init__(self, location: Any, run_id: str, *, weights: bool = False) -> None:
         self._objects = open_store(location.url, location.options)
         self._run_id = run_id
         self._faults = json.loads(Path(os.environ[FAULTS]).read_text())
@@ -50,6 +53,9 @@ class FakeEngine:
         self._queue: list[tuple[UnitTask, int]] = []
         self._place = 0
         self.facts = EngineFacts(model_manifest(run_id), bytes_per_token=64)
+        if weights and not self._faults.get("weightless"):
+            projection = OutputProjection(0, np.zeros((2, 8, 16), np.float32))
+            write_output_projection(self._objects, projection, run_id)
 
     @property
     def in_flight(self) -> int:

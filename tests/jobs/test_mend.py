@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pyarrow as pa
 import pytest
 
 import jobs.driver
 from jobs.config import RunConfig
-from jobs.errors import ExitCode
+from jobs.errors import ExitCode, RunInterrupted, RunStopped
+from jobs.messages import PoolEvent
 from jobs.prepare import read_manifest
 from jobs.snapshots import SnapshotKeeper
+from jobs.start_once import start_once
 from store import keys, open_run
 from store.commit import committed_units
 from store.errors import DamagedObject
@@ -21,6 +24,8 @@ from store.snapshot import find_committed, snapshot_names, write_snapshot
 from store.verify import verify_run
 from store.weights import weight_key
 from tests.jobs.driven import TEXTS, Driven, break_unit
+from tests.jobs.fake_worker import FakeWorker
+from tests.jobs.local_pool import LocalPool
 
 
 @pytest.fixture
@@ -81,14 +86,53 @@ def test_what_nothing_makes_again_is_named_and_stops_nothing(
     assert {one.name for one in verify_run(objects).problems} == set(left)
 
 
-def test_a_damaged_projection_is_left_to_an_engine_to_store(drive: Driven) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("unit", [None, 4])
+def test_a_damaged_projection_is_stored_anew_and_no_sound_unit_with_it(
+    drive: Driven, unit: int | None, lost: bool
+) -> None:
     config = drive.config(TEXTS, capture={"output_weights": True})
     drive(config)
     objects = open_store(config.output)
-    objects.put(weight_key(0), [b"x"])
+    sound = objects.get(weight_key(0), max_bytes=1 << 20)
+    objects.delete(weight_key(0)) if lost else objects.put(weight_key(0), [b"x"])
+    if unit is not None:
+        break_unit(objects, unit)
     assert drive(config, repair=True).exit_code is ExitCode.DONE
-    assert committed_units(objects)[0] == keys.commit_key(0, 1)
-    assert weight_key(0) not in {info.name for info in objects.list("")}
+    assert objects.get(weight_key(0), max_bytes=1 << 20) == sound
+    again = {} if unit is None else {unit: keys.commit_key(unit, 1)}
+    assert committed_units(objects) == {u: keys.commit_key(u) for u in range(6)} | again
+    assert verify_run(objects, deep=True).problems == []
+    assert [event["names"] for event in drive.events("stored anew")] == (
+        [[weight_key(0)]] if unit is None else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [({"start": "no memory"}, "RuntimeError: no memory"), ({"weightless": 1}, "did not store it")],
+)
+def test_an_engine_that_stores_no_projection_ends_the_repair(
+    drive: Driven, fault: dict[str, Any], message: str
+) -> None:
+    config = drive.config(TEXTS, capture={"output_weights": True})
+    drive(config)
+    open_store(config.output).delete(weight_key(0))
+    drive.faults(**fault)
+    with pytest.raises(RunStopped, match=message):
+        drive(config, repair=True)
+    drive.faults()
+    assert drive(config, repair=True).exit_code is ExitCode.DONE
+
+
+def test_an_engine_that_does_not_start_in_time_interrupts(drive: Driven) -> None:
+    class Silent(LocalPool):
+        def poll(self, timeout: float) -> list[PoolEvent]:
+            return []
+
+    pool = Silent(drive.config(TEXTS), None, FakeWorker)  # type: ignore[arg-type]
+    with pytest.raises(RunInterrupted, match=r"within 0\.01 s"):
+        start_once(pool, 0.01)
 
 
 @pytest.mark.parametrize("name", [keys.MODEL, "plan/0000/manifest.json"])
