@@ -21,6 +21,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -68,8 +69,11 @@ class Worst:
             )
             into[what] = np.maximum(into.get(what, errors_LH), errors_LH)
 
-    def failures(self, dtype: str) -> list[str]:
-        """Return a line for each layer and head that is further off than it may be."""
+    def failures(self, dtype: str, numbers: Sequence[int] | None = None) -> list[str]:
+        """Return a line for each layer and head that is further off than it may be.
+
+        `numbers` are the model's of the layers with attention, where not all have it.
+        """
         lines = []
         for what, stored_LH in self.stored.items():
             bar_LH = np.full_like(stored_LH, FLOAT32_BAR)
@@ -77,7 +81,8 @@ class Worst:
                 bar_LH = 2 * self.eager[what] + BFLOAT16_UNIT
             for layer, head in np.argwhere(~(stored_LH <= bar_LH)):
                 off, allowed = stored_LH[layer, head], bar_LH[layer, head]
-                lines.append(f"{what}, layer {layer}, head {head}: {off:.2e} of {allowed:.2e}")
+                number = layer if numbers is None else numbers[layer]
+                lines.append(f"{what}, layer {number}, head {head}: {off:.2e} of {allowed:.2e}")
         return lines
 
 
@@ -215,7 +220,7 @@ def main() -> None:
     )
     for what, values in shown.items():
         print(f"  {what}: {_rounded(values)}")
-    failed = worst.failures(options.dtype)
+    failed = worst.failures(options.dtype, [layer.layer for layer in layers])
     if options.json:
         report = {"options": vars(options), "versions": versions, "worst": shown, "failed": failed}
         Path(options.json).write_text(json.dumps(report, indent=1))

@@ -1,7 +1,8 @@
 """The attention layers of a loaded vLLM model, and what each of them computes.
 
 Layers are found as modules of exactly vLLM's `Attention` class: its subclasses change the mask, and
-MLA passes latents under the same names. Heads, sizes, scale, window, soft-cap, ALiBi and sinks are
+MLA passes latents under the same names; layers without one have no attention and are passed over.
+Heads, sizes, scale, window, soft-cap, ALiBi and sinks are
 read from the module and its `impl`, never guessed from the HF config. This runs on a rank: head
 numbers are local, and `merge_semantics` puts the ranks' shares together.
 """
@@ -15,7 +16,9 @@ from typing import Any
 import torch
 
 from capture.errors import UnsupportedModel
+from capture.layer_kinds import LayerKinds
 from store.run_format import LayerSemantics
+from store.selection import describe
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +36,20 @@ class LocalLayer:
     logit_softcap: float | None
     alibi_slopes: tuple[float, ...] | None
     sinks: tuple[float, ...] | None
+    shares_block: bool = False
+    """Whether its projections are those of other layers too."""
 
 
-def find_attention_layers(model: torch.nn.Module) -> list[LocalLayer]:
+def find_attention_layers(
+    model: torch.nn.Module, kinds: LayerKinds | None = None
+) -> list[LocalLayer]:
     """Return the model's attention layers in layer order.
 
-    Raises `UnsupportedModel`, naming the modules, where there are none or one cannot be captured
-    faithfully.
+    `kinds` is what the model's config says of its layers; where they are mixed, those with
+    attention must be the ones found. Raises `UnsupportedModel`, naming the modules, where there are
+    none or one cannot be captured faithfully.
     """
     from vllm.model_executor.layers.attention import Attention, MLAAttention
-    from vllm.model_executor.models.utils import extract_layer_index
 
     layers: list[LocalLayer] = []
     for path, module in model.named_modules():
@@ -58,14 +65,51 @@ def find_attention_layers(model: torch.nn.Module) -> list[LocalLayer]:
                 f"{path} is a {type(module).__name__}, whose mask this version cannot rebuild; "
                 "this model cannot be captured"
             )
-        layers.append(_describe(extract_layer_index(path), path, module))
+        number, shares = _number(path, kinds)
+        layers.append(replace(_describe(number, path, module), shares_block=shares))
     if not layers:
         raise UnsupportedModel("the model has no attention layer of vLLM's Attention class")
     layers.sort(key=lambda layer: layer.layer)
     numbers = [layer.layer for layer in layers]
     if len(set(numbers)) != len(numbers):
         raise UnsupportedModel(f"several attention modules share a layer number: {numbers}")
+    if kinds is not None and kinds.is_mixed and numbers != list(kinds.attention):
+        raise UnsupportedModel(
+            f"the model's config says that {kinds.sentence()}, but as vLLM loads it attention is "
+            f"in layers {describe(numbers)}; this model cannot be captured"
+        )
     return layers
+
+
+def _number(path: str, kinds: LayerKinds | None) -> tuple[int, bool]:
+    """Return the number of the layer that calls an attention module, and if its block has others.
+
+    Where several layers share one block (Zamba-2), its attention modules lie in a list with a place
+    for each layer that has attention, and the path names the first layer that uses the block.
+    """
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    integers = [int(name) for name in path.split(".") if name.isdecimal()]
+    if len(integers) == 1:
+        return int(extract_layer_index(path)), False
+    calls = () if kinds is None else kinds.attention
+    if len(integers) == 2 and integers[0] in calls and integers[1] < len(calls):
+        return calls[integers[1]], True
+    raise UnsupportedModel(
+        f"{path} does not tell which layer its attention is of; this model cannot be captured"
+    )
+
+
+def refuse_shared_sites(layers: Sequence[LocalLayer], sites: Sequence[str]) -> None:
+    """Raise `UnsupportedModel` for sites of projections that several layers call in one pass."""
+    asked = [site for site in ("pre_q", "pre_k", "proj_in") if site in sites]
+    shared = [layer.layer for layer in layers if layer.shares_block]
+    if asked and shared:
+        raise UnsupportedModel(
+            f"layers {describe(shared)} share their projections with each other, whose inputs and "
+            f"outputs are not told apart: take {', '.join(asked)} out of capture.sites (z is what "
+            "W_O takes there)"
+        )
 
 
 def _describe(layer: int, path: str, module: Any) -> LocalLayer:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from capture.assembly import Assembly, RankReport
-from capture.attention_layers import LocalLayer, local_semantics
+from capture.attention_layers import LocalLayer, local_semantics, refuse_shared_sites
 from capture.errors import CaptureError, RowsMissing, UnsupportedModel
 from capture.heads import HeadShare, HeadSlice, head_share, head_slices, select_heads
 from capture.lanes import Lane, OnAnswer, process_lanes, thread_lanes
@@ -118,6 +118,7 @@ class RankCapture:
         self.taken = _wanted_layers(self.layers, settings.layers)
         first = _uniform(self.taken)
         require_rows(settings.pattern, settings.sites, settings.positions)
+        refuse_shared_sites(self.taken, settings.sites)
         q_share = head_share(total_heads, first.num_heads, rank, num_ranks)
         kv_share = head_share(total_kv_heads, first.num_kv_heads, rank, num_ranks)
         if settings.heads is not None:
@@ -412,9 +413,13 @@ class RankCapture:
         """Stage W_O's input; or see once that it is z, where contributions rest on that."""
         if tap is not None:
             self._put_from_hook(tap, x_TF)
-        elif self._step is not None and z is not None and z in self._unproven:
-            z_TF = self._unproven.pop(z)
-            if z_TF is not None and not torch.equal(z_TF, x_TF):
+        elif self._step is not None and z is not None:
+            # None: not seen yet; another layer of the same block has called the projection.
+            z_TF = self._unproven.get(z)
+            if z_TF is None:
+                return
+            del self._unproven[z]
+            if not torch.equal(z_TF, x_TF):
                 raise UnsupportedModel(
                     f"the output projection beside {layer.path} does not take z as it is (gated "
                     "attention): add proj_in to capture.sites, or set capture.output_weights to "

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from capture.layer_kinds import layer_kinds
+
 MAX_CHECKPOINT_BYTES = 1 << 30
 _WEIGHTS = ("*.safetensors", "*.bin")
 _MAX_REASON = 300
@@ -48,11 +50,14 @@ def reference_patterns(
         # Policy: a witness that cannot speak is none, whatever it stumbles over, and says why.
         told = f"{type(error).__name__}: {error}"
         return ReferencePatterns({}, f"transformers does not run it: {told[:_MAX_REASON]}")
-    # Of a model where not every layer has attention these are numbered otherwise.
-    whole = len(shown) == loaded.config.get_text_config().num_hidden_layers
-    if not whole or any(shown[number] is None for number in layers):
-        return ReferencePatterns({}, "its implementation in transformers shows no patterns")
-    return ReferencePatterns({n: shown[n][0].float().numpy().copy() for n in layers})
+    text = loaded.config.get_text_config().to_dict()
+    kinds = layer_kinds(text)
+    # Of a model where not every layer has attention, those that have it may be all that is shown.
+    for numbers in (tuple(range(text["num_hidden_layers"])), kinds.attention if kinds else ()):
+        by_number = dict(zip(numbers, shown, strict=False))
+        if len(shown) == len(numbers) and all(by_number.get(n) is not None for n in layers):
+            return ReferencePatterns({n: by_number[n][0].float().numpy().copy() for n in layers})
+    return ReferencePatterns({}, "its implementation in transformers shows no patterns")
 
 
 def _load(folder: Path) -> Any:

@@ -7,22 +7,26 @@ its padded v), others would fail only at the first prompt, minutes later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from capture.errors import UnsupportedModel, UnsupportedOption
+from capture.layer_kinds import layer_kinds, text_part
 from capture.settings import EngineSettings
+from store.selection import describe
 
-_STATE_SPACE = (
-    "mamba", "rwkv", "falcon_mamba", "jamba", "bamba", "zamba", "nemotron_h", "plamo2", "falcon_h1",
-    "lfm2", "recurrent_gemma", "kimi_linear", "xlstm", "qwen3_next", "minimax_text",
+_STATE_SPACE = ("mamba", "rwkv", "falcon_mamba", "xlstm")
+_MIXED = (
+    "jamba", "bamba", "zamba", "nemotron_h", "plamo2", "falcon_h1", "lfm2", "recurrent_gemma",
+    "qwen3_next", "qwen3_5", "minimax_text", "granitemoehybrid", "olmo_hybrid",
+    "bailing_moe_linear",
 )  # fmt: skip
+_STATE_KEYS = ("ssm_cfg", "linear_attn_config", "mamba_d_state")
+"""What only a config with linear or state-space layers has."""
 _ENCODERS = (
     "bert", "roberta", "xlm-roberta", "xlm_roberta", "distilbert", "electra", "albert", "deberta",
     "camembert", "modernbert", "nomic_bert", "mpnet", "clip", "siglip",
 )  # fmt: skip
-_LAYER_LISTS = ("layer_types", "layers_block_type", "block_types", "layer_block_types")
-_ATTENTION_LAYERS = ("attention", "full_attention", "sliding_attention", "global", "local")
 
 
 def refuse_model(config: Mapping[str, Any], name: str) -> None:
@@ -52,13 +56,16 @@ def _problem(config: Mapping[str, Any]) -> str | None:
             f"its attention is multi-head latent attention (kv_lora_rank "
             f"{config['kv_lora_rank']}): the kernel gets latents, not per-head q, k and v"
         )
-    if kind.startswith(_ENCODERS) or "MaskedLM" in architectures or _bidirectional(config):
+    if kind == "kimi_linear":
+        return (
+            "its layers have multi-head latent attention or linear attention: there are no "
+            "per-head q, k and v to capture"
+        )
+    if kind.startswith(_ENCODERS) or "MaskedLM" in architectures or _is_bidirectional(config):
         return "its attention is encoder-only (bidirectional); only causal decoders are captured"
-    recurrent = _recurrent_layers(config)
-    if recurrent is not None:
-        return recurrent
-    if kind.startswith(_STATE_SPACE) and _mixed_layers(config) is None:
-        return f"{kind} has linear or state-space layers in place of attention{_only_in(config)}"
+    bare = _without_attention(kind, config)
+    if bare is not None:
+        return bare
     if config.get("num_kv_shared_layers"):
         return (
             f"its last {config['num_kv_shared_layers']} layers use the keys and values of earlier "
@@ -74,53 +81,41 @@ def _problem(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _bidirectional(config: Mapping[str, Any]) -> bool:
-    return bool(config.get("use_bidirectional_attention")) or config.get("is_causal") is False
+def _is_bidirectional(config: Mapping[str, Any]) -> bool:
+    """Whether text attends to what comes after it.
+
+    Gemma 4's "vision" says that images do, within themselves; its text is causal, and prompts are
+    text.
+    """
+    stated = config.get("use_bidirectional_attention")
+    return (bool(stated) and stated != "vision") or config.get("is_causal") is False
 
 
-def _mixed_layers(config: Mapping[str, Any]) -> Sequence[str] | None:
-    for key in _LAYER_LISTS:
-        if isinstance(kinds := config.get(key), list | tuple) and kinds:
-            return [str(kind) for kind in kinds]
-    return None
-
-
-def _recurrent_layers(config: Mapping[str, Any]) -> str | None:
-    kinds = _mixed_layers(config)
-    if kinds is not None:
-        others = sorted({kind for kind in kinds if kind not in _ATTENTION_LAYERS})
-        if others:
-            return (
-                f"it mixes attention with {', '.join(others)} layers{_only_in(config)}; models "
-                "with linear or state-space layers are not supported"
-            )
-    pattern = config.get("hybrid_override_pattern")
-    if isinstance(pattern, str) and "M" in pattern:
+def _without_attention(kind: str, config: Mapping[str, Any]) -> str | None:
+    """Say why no layer of a model can be captured, where that is so; mixed ones can be."""
+    if text_part(config) is not config:
+        return None
+    kinds = layer_kinds(config)
+    if kinds is not None and kinds.unknown:
+        word, where = next(iter(kinds.unknown.items()))
         return (
-            f"it mixes attention with state-space layers (hybrid_override_pattern {pattern})"
-            f"{_only_in(config)}"
+            f"layers {describe(where)} of it are of the kind {word!r}, which this version does not "
+            "know and could not rebuild the mask of"
         )
-    for key in ("ssm_cfg", "linear_attn_config", "attn_layer_period", "mamba_d_state"):
-        if config.get(key) and not (kinds and key == "mamba_d_state"):
-            return f"it has linear or state-space layers ({key} {config[key]}){_only_in(config)}"
-    return None
-
-
-def _only_in(config: Mapping[str, Any]) -> str:
-    """Say which layers have attention, where the config tells."""
-    kinds = _mixed_layers(config)
-    pattern = config.get("hybrid_override_pattern")
-    period, count = config.get("attn_layer_period"), config.get("num_hidden_layers")
-    layers: list[int] | None = None
+    if kinds is not None and kinds.attention:
+        return None
     if kinds is not None:
-        layers = [number for number, kind in enumerate(kinds) if kind in _ATTENTION_LAYERS]
-    elif isinstance(pattern, str):
-        layers = [number for number, kind in enumerate(pattern) if kind == "*"]
-    elif isinstance(indices := config.get("attn_layer_indices"), list | tuple):
-        layers = sorted(int(number) for number in indices)
-    elif isinstance(period, int) and isinstance(count, int) and period > 0:
-        layers = list(range(int(config.get("attn_layer_offset") or 0) % period, count, period))
-    return "" if layers is None else f" (attention is only in layers {layers})"
+        return f"none of its layers has attention: {kinds.sentence()}"
+    if kind.startswith(_STATE_SPACE):
+        return f"{kind} has linear or state-space layers in place of attention"
+    said = [key for key in _STATE_KEYS if config.get(key)]
+    if said or kind.startswith(_MIXED):
+        why = f" ({said[0]} {config[said[0]]})" if said else ""
+        return (
+            f"it has linear or state-space layers{why}, and its config does not say in a way that "
+            "this version reads which layers have attention"
+        )
+    return None
 
 
 def refuse_options(settings: EngineSettings) -> None:

@@ -234,7 +234,7 @@ def _against_transformers(
     # In 16 bits later layers drift apart from a float32 model; the first has seen no other yet.
     chosen = sorted({layers[0], layers[len(layers) // 2], layers[-1]} if exact else {0})
     if not set(chosen) <= set(layers):
-        return None, "layer 0 is not captured"
+        return None, "layer 0 is not captured, or has no attention"
     found = reference_patterns(model, token_ids, chosen)
     if not found.by_layer:
         return None, found.why_not

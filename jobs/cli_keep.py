@@ -13,6 +13,7 @@ from jobs.cli_shared import JsonOption, RunArgument, StoreOption, finite, kept_r
 from jobs.errors import ExitCode
 from jobs.one_line import one_line
 from store.byte_count import human_bytes
+from store.selection import describe_bare
 
 
 def status(
@@ -122,6 +123,7 @@ def gc(
 def _print_status(run_url: str, found: Any) -> None:
     quarantined = f", {found.units_quarantined} quarantined" if found.units_quarantined else ""
     damaged = f", {len(found.damaged)} damaged" if found.damaged else ""
+    bare = describe_bare(found.layers_without_attention)
     missing = f"{found.prompts_failed} failed, {found.prompts_skipped} skipped"
     print_facts(
         [
@@ -130,6 +132,7 @@ def _print_status(run_url: str, found: Any) -> None:
             ("prompts", f"{found.prompts_stored} of {found.prompts_planned} stored, {missing}"),
             ("bytes", human_bytes(found.bytes)),
             *(("damaged", one) for one in (found.damage(),) if one),
+            *([("layers", bare)] if bare else []),
             *(("check", check.sentence()) for check in found.checks[-1:]),
         ]
     )

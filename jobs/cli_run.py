@@ -161,6 +161,7 @@ def manifest(
 
 def _print_estimate(found: Any, *, as_json: bool) -> None:
     from jobs.progress import human_seconds
+    from store.selection import describe, describe_bare
 
     if as_json:
         typer.echo(json.dumps(found.as_json()))
@@ -170,7 +171,9 @@ def _print_estimate(found: Any, *, as_json: bool) -> None:
     short = f"{found.cut_short} prompts have no room for generate.tokens within max_model_len"
     beyond = found.largest_unit_bytes > found.buffer_bytes
     alone = f", more than engine.buffer_bytes: {human_bytes(found.buffer_bytes)}" if beyond else ""
+    bare = describe_bare(found.without_attention)
     facts = [
+        ("layers", "; ".join(filter(None, (describe(found.layers), bare)))),
         ("prompts", f"{found.prompts}{unusable}"),
         *([("cut short", short)] if found.cut_short else []),
         ("tokens", f"{found.tokens} in {found.units} units{most}"),

@@ -27,7 +27,7 @@ from jobs.mend import Damage, find_damage
 from jobs.messages import WorkerFacts, WorkerSpec
 from jobs.meter import Meter
 from jobs.metrics import RunMetrics
-from jobs.model_identity import check_chosen, check_probe, check_supported
+from jobs.model_identity import captured_layers, check_chosen, check_probe, check_supported
 from jobs.owner import RunOwner
 from jobs.plan import PlanProgress
 from jobs.policy import Event
@@ -57,6 +57,7 @@ from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
 from store.run_format import ModelManifest
 from store.sealed_json import MAX_JSON_BYTES
+from store.selection import describe, describe_bare
 from store.weights import WEIGHTS
 
 if TYPE_CHECKING:
@@ -191,6 +192,9 @@ def _prepare(
         units=last.num_units,
         plan=last.plan_hash[:12],
     )
+    if bare := describe_bare(run.manifest.layers_without_attention):
+        captured = captured_layers(config.model, config.capture)
+        log("layers", captured=describe(captured), others=bare)
     return run
 
 

@@ -8,7 +8,7 @@ there can be, since a prompt may end early. What a codec makes of them is an exp
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,10 @@ class Estimate:
     """Of the rows and patterns of the largest unit on each rank, while it is in flight."""
     buffer_bytes: int = 0
     """What the config gives them."""
+    layers: tuple[int, ...] = ()
+    """The model's numbers of those that are captured."""
+    without_attention: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Kind -> layers of which nothing is captured, because they have no attention."""
 
     @property
     def raw_bytes(self) -> int:
@@ -73,6 +77,8 @@ class Estimate:
     def as_json(self) -> dict[str, Any]:
         """Return the estimate as `attnstore run --dry-run --json` prints it."""
         return {
+            "layers": list(self.layers),
+            "layers_without_attention": {k: list(at) for k, at in self.without_attention.items()},
             "prompts": self.prompts,
             "unusable_prompts": self.unusable,
             "prompts_cut_short": self.cut_short,
@@ -111,7 +117,8 @@ def estimate(
     rows_U = np.fromiter(unit_rows, dtype=np.int64)
     entries_U = np.fromiter(unit_entries, dtype=np.int64)
     sizes, counts = np.unique(rows_U, return_counts=True)
-    layers = len(config.capture.layers) if config.capture.layers is not None else shape.layers
+    numbers = shape.captured(config.capture.layers)
+    layers = len(numbers)
     site_bytes = dict.fromkeys(map(str, config.capture.sites), 0)
     objects = 0
     for num_rows, count in zip(sizes.tolist(), counts.tolist(), strict=True):
@@ -155,6 +162,8 @@ def estimate(
         dollars_per_month=stored / 1e12 * cost if cost is not None else None,
         largest_unit_bytes=int(bytes_U.max(initial=0)),
         buffer_bytes=config.engine.buffer_bytes,
+        layers=numbers,
+        without_attention=shape.others,
     )
 
 
@@ -179,7 +188,7 @@ def rank_row_bytes(config: RunConfig, shape: AttentionShape) -> int:
     Where patterns are stored, rows of rot_q and rot_k are kept a second time until a prompt is
     whole; the patterns themselves are `rank_entry_bytes`. A probe's rows are not counted.
     """
-    layers = len(config.capture.layers) if config.capture.layers is not None else shape.layers
+    layers = len(shape.captured(config.capture.layers))
     kept = (Site.ROT_Q, Site.ROT_K) if config.capture.pattern is PatternMode.STORED else ()
     return layers * sum(
         held_heads(config, shape, site)[1]
@@ -193,7 +202,7 @@ def rank_entry_bytes(config: RunConfig, shape: AttentionShape) -> int:
     """Return the bytes that one entry of stored patterns takes on a rank; 0 where none are."""
     if config.capture.pattern is not PatternMode.STORED:
         return 0
-    layers = len(config.capture.layers) if config.capture.layers is not None else shape.layers
+    layers = len(shape.captured(config.capture.layers))
     heads = held_heads(config, shape, Site.PATTERN)[1]
     return layers * heads * DTYPES[config.capture.pattern_dtype].itemsize
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from capture.errors import ProbeError, UnsupportedModel, UnsupportedOption
+from capture.layer_kinds import layer_kinds, refuse_layers
 from capture.probe_source import load_probe
 from capture.refusals import refuse_model, refuse_options
 from capture.settings import EngineSettings
@@ -146,13 +148,20 @@ _KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_gr
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """How many attention layers and heads a model's own config promises."""
+    """What attention layers and heads a model's own config promises."""
 
-    layers: int
+    layers: tuple[int, ...]
+    """The numbers of the layers with attention."""
     heads: int
     kv_heads: int
     head_size: int
     v_head_size: int
+    others: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Kind -> numbers of the layers that have none, of which nothing is captured."""
+
+    def captured(self, chosen: Collection[int] | None) -> tuple[int, ...]:
+        """Return the layers that a run captures whose config chose these; None: all that can be."""
+        return self.layers if chosen is None else tuple(sorted(set(chosen)))
 
 
 def attention_shape(model: ModelConfig) -> AttentionShape:
@@ -161,33 +170,54 @@ def attention_shape(model: ModelConfig) -> AttentionShape:
     Raises `ConfigError` where the config does not say it.
     """
     config = _text_configs(model)[0]
-    layers = config.get("num_hidden_layers") or config.get("n_layer")
+    kinds = layer_kinds(config)
+    stated = config.get("num_hidden_layers") or config.get("n_layer")
+    layers = tuple(range(int(stated or 0))) if kinds is None else kinds.attention
     heads = config.get("num_attention_heads") or config.get("n_head")
     if not layers or not heads:
         raise ConfigError(f"the config of {model.path} does not state its layers and heads")
     width = config.get("hidden_size") or config.get("n_embd") or 0
-    head_size = int(config.get("head_dim") or width // heads)
+    own_size = config.get("head_dim") or config.get("attention_head_dim")
+    head_size = int(own_size or width // heads)
     # By vLLM's own rule: Falcon states multi_query in models that do not follow it.
     one = config.get("multi_query") and not config.get("new_decoder_architecture")
     stated = (config[name] for name in _KV_HEADS if config.get(name))
     kv_heads = 1 if one else next(stated, heads)
     return AttentionShape(
-        layers=int(layers),
+        layers=layers,
         heads=int(heads),
         kv_heads=int(kv_heads),
         head_size=head_size,
         v_head_size=int(config.get("v_head_dim") or head_size),
+        others={} if kinds is None else kinds.others,
     )
+
+
+def layers_without_attention(model: ModelConfig) -> dict[str, list[int]]:
+    """Return kind -> layers of which nothing can be captured, by the model's own config."""
+    kinds = layer_kinds(_text_configs(model)[0])
+    return {} if kinds is None else {kind: list(at) for kind, at in kinds.others.items()}
+
+
+def captured_layers(model: ModelConfig, capture: CaptureConfig) -> tuple[int, ...]:
+    """Return the numbers of the layers that a run of a mixed model captures."""
+    kinds = layer_kinds(_text_configs(model)[0])
+    return tuple(sorted(capture.layers or (() if kinds is None else kinds.attention)))
 
 
 def check_chosen(model: ModelConfig, capture: CaptureConfig) -> None:
     """Raise `ConfigError` for layers or query heads that the model's own config does not promise.
 
-    Which of the layers have attention only the engine knows; it also judges layers where the
-    model's config does not state how many there are.
+    The engine judges layers where the model's config does not state how many there are.
     """
     if capture.layers is None and capture.heads is None:
         return
+    kinds = layer_kinds(_text_configs(model)[0])
+    if kinds is not None and kinds.others:
+        try:
+            refuse_layers(kinds, capture.layers, model.path)
+        except UnsupportedOption as error:
+            raise ConfigError(str(error)) from error
     try:
         shape = attention_shape(model)
     except ConfigError:
@@ -195,7 +225,7 @@ def check_chosen(model: ModelConfig, capture: CaptureConfig) -> None:
             return
         raise
     for key, chosen, kind, has in (
-        ("layers", capture.layers, "layers", shape.layers),
+        ("layers", capture.layers, "layers", 1 + max(shape.layers)),
         ("heads", capture.heads, "query heads", shape.heads),
     ):
         unknown = [number for number in chosen or () if number >= has]

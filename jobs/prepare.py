@@ -131,6 +131,7 @@ def create_run(
         frozen=frozen_fields(config),
         config=config.stored(),
         versions=versions(),
+        layers_without_attention=model_identity.layers_without_attention(config.model),
     )
     if left is None:
         probe_create_only(objects)

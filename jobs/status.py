@@ -50,6 +50,8 @@ class RunStatus:
     """What the units committed last waited for; None where their commits do not tell."""
     checks: tuple[SelfCheckFigures, ...] = ()
     """What the run's self-checks measured, oldest first."""
+    layers_without_attention: dict[str, list[int]] = field(default_factory=dict)
+    """Kind -> layers of the model of which nothing is captured; empty where all have attention."""
 
     @property
     def complete(self) -> bool:
@@ -68,6 +70,7 @@ class RunStatus:
 
     def as_json(self) -> dict[str, Any]:
         """Return the public shape of `attnstore status --json`."""
+        bare = self.layers_without_attention
         return {
             "units": {
                 "planned": self.units_planned,
@@ -84,6 +87,7 @@ class RunStatus:
             "bytes": self.bytes,
             **({} if self.bound is None else {"bound": self.bound.as_json()}),
             **({} if not self.checks else {"checks": [one.figures() for one in self.checks]}),
+            **({} if not bare else {"layers_without_attention": bare}),
         }
 
 
@@ -93,7 +97,8 @@ def read_status(objects: ObjectStore) -> RunStatus:
 
     Costs the newest snapshot, the commits after it, 16 commits for their timings, and `checks/`.
     """
-    run_id = read_manifest(objects).run_id
+    manifest = read_manifest(objects)
+    run_id = manifest.run_id
     committed = find_committed(objects, run_id)
     # After the commits: a segment is there before any of its units is committed.
     segments = read_segments(objects)
@@ -116,6 +121,7 @@ def read_status(objects: ObjectStore) -> RunStatus:
         damaged=dict(sorted(committed.damaged.items())),
         bound=find_bound(_summed(timings)),
         checks=_checks(objects, run_id),
+        layers_without_attention=manifest.layers_without_attention,
     )
 
 

@@ -394,6 +394,7 @@ class Run(AcrossPrompts):
             dtype=None if model is None else model.dtype,
             sites=self.sites,
             layers=layers,
+            without_attention=self._manifest.layers_without_attention,
             semantics=None if model is None else next(iter(model.layers.values()), None),
             chosen_heads=_chosen_heads(self.config),
             planned=(index.num_units, index.num_prompts),

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from store.byte_count import human_bytes
 from store.run_format import LayerSemantics, Outcome
-from store.selection import describe
+from store.selection import describe, describe_bare
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class RunFacts:
     dtype: str | None
     sites: tuple[str, ...]
     layers: tuple[int, ...]
+    without_attention: Mapping[str, Sequence[int]]
     heads: str
     units: tuple[int, int]
     prompts: dict[str, int]
@@ -43,6 +44,7 @@ class RunFacts:
         dtype: str | None,
         sites: Sequence[str],
         layers: Sequence[int],
+        without_attention: Mapping[str, Sequence[int]],
         semantics: LayerSemantics | None,
         chosen_heads: Sequence[int] | None = None,
         planned: tuple[int, int],
@@ -70,6 +72,7 @@ class RunFacts:
             dtype=dtype,
             sites=tuple(sites),
             layers=tuple(layers),
+            without_attention=without_attention,
             heads=heads,
             units=(len(rows["unit"]), planned[0]),
             prompts=counts,
@@ -100,11 +103,13 @@ class RunFacts:
         pending = self.planned_prompts - sum(self.prompts.values()) - damaged
         if pending:
             others.append(f"{pending} pending")
+        layers = describe(self.layers) + (f" x {self.heads}" if self.heads else "")
+        bare = describe_bare(self.without_attention)
         prompts = f"{stored} of {self.planned_prompts} stored"
         return [
             ("model", f"{self.name} ({self.dtype or 'not started'})"),
             ("sites", ", ".join(self.sites) or "none yet"),
-            ("layers", describe(self.layers) + (f" x {self.heads}" if self.heads else "")),
+            ("layers", f"{layers}; {bare}" if bare else layers),
             ("prompts", prompts + (f" ({', '.join(others)})" if others else "")),
             (
                 "units",

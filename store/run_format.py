@@ -102,6 +102,8 @@ class RunManifest(Document):
     frozen: dict[str, Any]
     config: dict[str, Any]
     versions: dict[str, str]
+    layers_without_attention: dict[str, list[Count]] = {}
+    """Kind -> the model's numbers of layers of which nothing is captured, since they have none."""
 
     @model_validator(mode="after")
     def _lists_are_lists(self) -> Self:

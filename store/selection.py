@@ -9,7 +9,7 @@ Python, also by label. Negative numbers count from the end of what is held.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,12 @@ def describe(labels: Sequence[int] | Indices) -> str:
     if len(values) > 12:
         return ", ".join(map(str, values[:6])) + f", ... {values[-1]} ({len(values)} in all)"
     return ", ".join(map(str, values))
+
+
+def describe_bare(without_attention: Mapping[str, Sequence[int]]) -> str:
+    """Return which of a model's layers have no attention to capture; empty where all have it."""
+    kinds = [f"{describe(at)} ({kind})" for kind, at in without_attention.items()]
+    return f"without attention: {', '.join(kinds)}" if kinds else ""
 
 
 def _from_mask(name: str, mask: NDArray[np.bool_], size: int) -> Indices:

@@ -112,6 +112,8 @@ def _beside(
     modules: Mapping[str, torch.nn.Module], layer: LocalLayer, kind: type, what: str, why: str
 ) -> Any:
     parent = modules[layer.path.rpartition(".")[0]]
+    if layer.shares_block:  # Its attention modules are in a list, one for each layer.
+        parent = modules[layer.path.rsplit(".", 2)[0]]
     found = [child for child in parent.children() if isinstance(child, kind)]
     if len(found) != 1:
         raise UnsupportedModel(

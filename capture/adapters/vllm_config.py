@@ -14,3 +14,8 @@ class _OneRank:
 def total_query_heads(config: Any) -> int:
     """Return the query heads of a vLLM `ModelConfig` over all ranks."""
     return int(config.get_num_attention_heads(_OneRank()))
+
+
+def text_config(config: Any) -> dict[str, Any]:
+    """Return what a vLLM `ModelConfig` holds of the decoder's own config, as plain values."""
+    return dict(config.hf_text_config.to_dict())

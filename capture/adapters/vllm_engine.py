@@ -21,6 +21,7 @@ from capture.adapters.contract import check_contract
 from capture.adapters.meta_kernels import register_meta_kernels
 from capture.adapters.vllm_runner import EXTRA_ARG
 from capture.errors import PromptRefused
+from capture.layer_kinds import layer_kinds, refuse_layers, text_part
 from capture.refusals import refuse_model, refuse_options
 from capture.settings import CaptureSettings, EngineSettings, Generation
 from capture.token_text import token_string
@@ -176,7 +177,10 @@ def start_engine(settings: EngineSettings, capture: CaptureSettings | None) -> S
     """Start an engine; `capture` None starts a plain one, for comparison."""
     refuse_options(settings)
     set_environment(settings)
-    refuse_model(model_config(settings), settings.model)
+    config = model_config(settings)
+    refuse_model(config, settings.model)
+    if capture is not None:
+        refuse_layers(layer_kinds(text_part(config)), capture.layers, settings.model)
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

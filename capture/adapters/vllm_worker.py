@@ -25,10 +25,11 @@ from capture.adapters.projections import (
     watch_output,
     watch_projection,
 )
-from capture.adapters.vllm_config import total_query_heads
+from capture.adapters.vllm_config import text_config, total_query_heads
 from capture.adapters.vllm_runner import StepCaptureRunner
 from capture.assembly import RankReport
 from capture.attention_layers import find_attention_layers
+from capture.layer_kinds import layer_kinds
 from capture.rank import RankCapture, RankFacts
 from capture.rows import UnitLayout
 from capture.settings import CaptureSettings, StoreLocation
@@ -60,7 +61,7 @@ class _CaptureRpc:
         modules = dict(model.named_modules())
         self._rank_capture = RankCapture(
             settings=CaptureSettings.from_json(settings),
-            layers=find_attention_layers(model),
+            layers=find_attention_layers(model, layer_kinds(text_config(config))),
             envoy_of=lambda path: envoy_of(runner.nnsight_model, modules[path]),
             watch_projection=partial(watch_projection, modules),
             watch_output=partial(watch_output, modules),

@@ -21,6 +21,8 @@ class Family:
     settings: Mapping[str, Any]
     in_ci: bool = False
     """Whether every test run captures it; the rest is for `make models`."""
+    not_on_cpu: str = ""
+    """Why vLLM's CPU engine does not run it, or not as the model is, in float32."""
 
 
 _SMALL = {
@@ -33,6 +35,28 @@ _SMALL = {
 _GROUPED = {**_SMALL, "num_key_value_heads": 2, "tie_word_embeddings": False}
 _OLD = {"hidden_size": 128, "n_layer": 2, "n_head": 4}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_MIXED = {
+    **_GROUPED,
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "pad_token_id": 0,
+    "max_position_embeddings": 1024,
+}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_d_state": 32,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
 _WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -209,6 +233,107 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "multi_query": False,
                 "new_decoder_architecture": False,
                 "alibi": True,
+            },
+        ),
+        "qwen3_next": Family(
+            "attention in layers 1 and 3 only, between gated delta nets; gated: proj_in is not z",
+            {
+                **_MIXED,
+                **_DELTA,
+                "mlp_only_layers": [0, 1, 2, 3],
+                "num_experts": 4,
+                "moe_intermediate_size": 64,
+                "shared_expert_intermediate_size": 64,
+            },
+            not_on_cpu="its delta nets take bfloat16 alone there",
+        ),
+        "olmo_hybrid": Family(
+            "attention in layers 1 and 3 only, between gated delta nets; QK-norm over all heads",
+            {**_MIXED, **_DELTA},
+            not_on_cpu="its delta nets are Triton kernels",
+        ),
+        "granitemoehybrid": Family(
+            "attention in layers 1 and 3 only, between Mamba-2 layers; a multiplier for a scale",
+            {
+                **_MIXED,
+                **_MAMBA2,
+                "layer_types": ["mamba", "attention", "mamba", "attention"],
+                "attention_multiplier": 0.4,
+                "num_local_experts": 0,
+                "num_experts_per_tok": 0,
+                "shared_intermediate_size": 96,
+                "position_embedding_type": "rope",
+            },
+            in_ci=True,
+        ),
+        "jamba": Family(
+            "attention in layers 1 and 3 only, between Mamba layers; no positions",
+            {
+                **_MIXED,
+                "attn_layer_period": 2,
+                "attn_layer_offset": 1,
+                "num_experts": 1,
+                "num_experts_per_tok": 1,
+                "mamba_d_state": 16,
+                "mamba_expand": 2,
+            },
+            not_on_cpu="its Mamba scan has no CPU kernel",
+        ),
+        "falcon_h1": Family(
+            "attention beside Mamba-2 in every layer, multiplied keys",
+            {
+                **_MIXED,
+                **_MAMBA2,
+                "num_hidden_layers": 2,
+                "mamba_d_ssm": 256,
+                "key_multiplier": 0.7,
+                "attention_out_multiplier": 0.8,
+            },
+        ),
+        "lfm2": Family(
+            "attention in layers 1 and 3 only, between short convolutions; QK-norm",
+            {
+                **_MIXED,
+                "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+                "block_auto_adjust_ff_dim": False,
+                "conv_dim": 128,
+                "block_dim": 128,
+                "block_ff_dim": 96,
+            },
+            not_on_cpu=(
+                "vLLM's rotary kernel for the CPU gives its queries and keys the wrong positions: "
+                "they come to it with a dimension for heads"
+            ),
+        ),
+        "zamba2": Family(
+            "attention in layers 1 and 3 only, one block of weights for both, Mamba-2 after it",
+            {
+                **_SMALL,
+                "num_hidden_layers": 4,
+                "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+                "mamba_d_state": 32,
+                "n_mamba_heads": 8,
+                "chunk_size": 16,
+                "num_mem_blocks": 1,
+                "adapter_rank": 8,
+                "use_shared_attention_adapter": True,
+                "use_mem_rope": True,
+                "pad_token_id": 0,
+            },
+        ),
+        "nemotron_h": Family(
+            "attention in layers 1 and 4 only, between Mamba-2 and MLP layers; no positions",
+            {
+                **_GROUPED,
+                "num_hidden_layers": 5,
+                "head_dim": 32,
+                "pad_token_id": 0,
+                "hybrid_override_pattern": "M*M-*",
+                "ssm_state_size": 32,
+                "mamba_num_heads": 8,
+                "mamba_head_dim": 32,
+                "n_groups": 1,
+                "chunk_size": 16,
             },
         ),
     }

@@ -46,6 +46,11 @@ class LayerReference:
         }[name]
 
 
+def _is_attention(model: torch.nn.Module, path: str) -> bool:
+    """Whether a projection is an attention module's: delta nets and Mamba layers have one too."""
+    return "Attention" in type(model.get_submodule(path.rpartition(".")[0])).__name__
+
+
 def _values(tensor: torch.Tensor) -> np.ndarray:
     """Return a copy as float32 on the host."""
     return tensor.detach().float().cpu().numpy().copy()
@@ -128,7 +133,7 @@ class HFReference:
             name = path.rpartition(".")[2]
             if name in ("q_proj", "k_proj"):
                 self._restore.append(module.register_forward_hook(keep(name)).remove)
-            elif path.endswith(_OUTPUTS):
+            elif path.endswith(_OUTPUTS) and _is_attention(self.model, path):
                 self._restore.append(module.register_forward_hook(keep_output).remove)
 
     def _before(self, name: str, size: int) -> np.ndarray | None:

@@ -41,20 +41,35 @@ What the engine computed is what is stored.
 
 {differences}
 
+## Not run on the CPU
+
+Which of their layers have attention is tested from their configs. On a GPU `benchmarks/parity.py`
+compares a tiny checkpoint of each (`python -m capture.checkpoints FAMILY DEST`) with transformers.
+
+| family | what is special | why vLLM's CPU engine does not run it as it is |
+|---|---|---|
+{not_on_cpu}
+
 ## Refused
 
 Named from the model's config before an engine starts (`capture/refusals.py`):
 
 - multi-head latent attention (DeepSeek-V2, V3 and kin): its kernel gets latents, not q, k and v
-- linear and state-space layers, alone or mixed with attention (Mamba, RWKV, Jamba, Qwen3-Next)
+- models of linear and state-space layers alone (Mamba, RWKV); where such layers are mixed with
+  attention, the attention layers are captured, and `run.json`, `--dry-run` and `attnstore show` say
+  which layers have none. `capture.layers` may name attention layers only
+- mixed models whose attention is latent (Kimi Linear)
 - encoder-only and encoder-decoder models, cross-attention
 - layers that use the keys and values of other layers (Gemma-3n)
 - chunked and dual chunk attention (Llama 4, Qwen2.5-1M)
 
-The message of a model that mixes kinds of layers says which of them have attention. When the model
+Gemma 4's bidirectional attention is that of images within themselves; prompts are text, and their
+attention is causal. When the model
 is loaded, before the first prompt (`capture/attention_layers.py`): every subclass of vLLM's
-`Attention`, keys and values that a checkpoint keeps in 8 bits, and layers of several shapes unless
-`capture.layers` takes those of one.
+`Attention`, keys and values that a checkpoint keeps in 8 bits, layers of several shapes unless
+`capture.layers` takes those of one, and a mixed model whose attention is not where its config
+says. Where layers share one block of weights (Zamba-2), `pre_q`, `pre_k` and `proj_in` are refused;
+`z` is what its W_O takes.
 
 MPT, the other ALiBi family, is gone from vLLM after 0.28.
 """
@@ -63,24 +78,30 @@ MPT, the other ALiBi family, is gone from vLLM after 0.28.
 def main() -> int:
     """Capture, check and write; print a line per family and number of ranks."""
     assert conftest.MODELS
-    names = sys.argv[1:] or list(FAMILIES)
-    rows = {} if names == list(FAMILIES) else _kept_rows()
+    on_cpu = [name for name, family in FAMILIES.items() if not family.not_on_cpu]
+    names = sys.argv[1:] or on_cpu
+    rows = {} if names == on_cpu else _kept_rows()
     for ranks in RANKS:
         for family, cells in _results(names, ranks).items():
             rows[family, ranks] = _row(family, ranks, cells)
     table = [
         rows.get((family, ranks), _row(family, ranks, NOT_RUN))
-        for family in FAMILIES
+        for family in on_cpu
         for ranks in RANKS
     ]
     failed = sum(FAILED in row for row in table)
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in _packages())
     differences = "\n".join(f"- {name}: {item.why}" for name, item in DIFFERENCES.items())
+    not_on_cpu = "\n".join(
+        f"| {name} | {family.special} | {family.not_on_cpu} |"
+        for name, family in FAMILIES.items()
+        if family.not_on_cpu
+    )
     DOCUMENT.write_text(
         HEAD.format(versions=versions)
         + "\n".join(table)
         + "\n"
-        + TAIL.format(differences=differences)
+        + TAIL.format(differences=differences, not_on_cpu=not_on_cpu)
     )
     return int(failed > 0)
 
@@ -98,6 +119,7 @@ def _kept_rows() -> dict[tuple[str, int], str]:
     if not DOCUMENT.exists():
         return {}
     rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")][1:]
+    rows = [row for row in rows if row.count(" | ") > 2]
     cells = [line.split(" | ") for line in rows]
     return {(c[0][2:], int(c[2])): row for c, row in zip(cells, rows, strict=True)}
 

@@ -16,8 +16,10 @@ from capture.attention_layers import (
     find_attention_layers,
     local_semantics,
     merge_semantics,
+    refuse_shared_sites,
 )
 from capture.errors import CaptureError, UnsupportedModel
+from capture.layer_kinds import LayerKinds
 from capture.settings import CaptureSettings
 from tests.capture.random_engine import RandomEngine
 
@@ -121,6 +123,54 @@ def test_other_attention_is_refused_by_the_modules_name() -> None:
     twice.layers[0].self_attn.again = attention()
     with pytest.raises(UnsupportedModel, match=r"share a layer number: \[0, 0\]"):
         find_attention_layers(twice)
+
+
+def test_of_a_mixed_model_the_attention_layers_alone_are_found() -> None:
+    mixer = torch.nn.Linear(2, 2)
+    mixed = model(mixer, attention(), mixer, attention(sliding_window=8))
+    kinds = LayerKinds(("mamba", "attention", "mamba", "sliding_attention"))
+    for found in (find_attention_layers(mixed), find_attention_layers(mixed, kinds)):
+        assert [(one.layer, one.path) for one in found] == [
+            (1, "layers.1.self_attn.attn"),
+            (3, "layers.3.self_attn.attn"),
+        ]
+        assert [one.shares_block for one in found] == [False, False]
+    merged = merge_semantics([find_attention_layers(mixed, kinds)], 4, 2)
+    assert [one.layer for one in merged] == [1, 3]
+
+
+@pytest.mark.parametrize("kinds", [("attention", "mamba"), ("mamba", "attention", "attention")])
+def test_a_mixed_model_whose_attention_is_elsewhere_is_refused(kinds: tuple[str, ...]) -> None:
+    mixed = model(torch.nn.Linear(2, 2), attention())
+    text = r"says that attention is in layers .*, but as vLLM loads it .* layers 1;"
+    with pytest.raises(UnsupportedModel, match=text):
+        find_attention_layers(mixed, LayerKinds(kinds))
+
+
+def shared_block(*places: Any) -> torch.nn.Module:
+    """Lay out one block that layers 1 and 3 call, with attention of its own for each of them."""
+    whole, block, inner = torch.nn.Module(), torch.nn.Module(), torch.nn.Module()
+    inner.dpa_list = torch.nn.ModuleList(places)
+    block.self_attn = inner
+    whole.layers = torch.nn.ModuleList(torch.nn.Module() for _ in range(4))
+    for number in (1, 3):
+        whole.layers[number].shared_transformer = block
+    return whole
+
+
+def test_layers_that_share_a_block_are_told_apart_by_their_place_in_it() -> None:
+    kinds = LayerKinds(("mamba", "hybrid", "mamba", "hybrid"))
+    found = find_attention_layers(shared_block(attention(), attention()), kinds)
+    paths = [f"layers.1.shared_transformer.self_attn.dpa_list.{place}" for place in (0, 1)]
+    assert [(one.layer, one.path, one.shares_block) for one in found] == [
+        (1, paths[0], True),
+        (3, paths[1], True),
+    ]
+    refuse_shared_sites(found, ["rot_q", "z"])
+    with pytest.raises(UnsupportedModel, match=r"layers 1, 3 share .* take pre_q, proj_in out of"):
+        refuse_shared_sites(found, ["pre_q", "z", "proj_in"])
+    with pytest.raises(UnsupportedModel, match="does not tell which layer"):
+        find_attention_layers(shared_block(attention(), attention()))
 
 
 def test_what_is_switched_off_is_not_refused() -> None:

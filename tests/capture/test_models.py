@@ -68,6 +68,7 @@ def prompts() -> list[list[list[int]]]:
 
 CAPTURE = {
     "afmoe": {"sites": ["rot_q", "rot_k", "v", "z", "proj_in"]},
+    "qwen3_next": {"sites": ["rot_q", "rot_k", "v", "z", "proj_in"]},
     "gemma2": {"pattern": "float32"},
     "gpt_oss": {"pattern": "float32"},
 }

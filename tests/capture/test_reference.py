@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from capture import reference
+from capture.checkpoints.tiny import tiny
 from capture.reference import reference_patterns
 
 IDS = np.arange(3, 9, dtype=np.int32)
@@ -35,10 +36,10 @@ def test_a_checkpoint_that_transformers_cannot_show_says_why(tmp_path) -> None:
 class Witness:
     """A model of four layers as transformers gives it, that shows some patterns or stumbles."""
 
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(num_hidden_layers=4))
-
-    def __init__(self, shown: object) -> None:
+    def __init__(self, shown: object, **text: object) -> None:
         self.shown = shown
+        plain = SimpleNamespace(to_dict=lambda: {"num_hidden_layers": 4, **text})
+        self.config = SimpleNamespace(get_text_config=lambda: plain)
 
     def __call__(self, *_: object, **__: object) -> SimpleNamespace:
         if isinstance(self.shown, Exception):
@@ -69,3 +70,25 @@ def test_a_witness_without_a_pattern_of_every_layer_is_none(
     assert found.by_layer == {}
     assert why in found.why_not
     assert len(found.why_not) < 400
+
+
+def test_of_a_mixed_model_the_attention_layers_may_be_all_that_is_shown(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    kinds = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
+    for shown in ((ONE, 3 * ONE), (None, ONE, None, 3 * ONE)):
+        witness = Witness(shown, **kinds)
+        monkeypatch.setattr(reference, "_load", lambda _folder, one=witness: one)
+        found = reference_patterns(str(tmp_path), IDS, [3]).by_layer
+        assert list(found) == [3]
+        assert (found[3] == 3).all()
+        assert "shows no patterns" in reference_patterns(str(tmp_path), IDS, [2, 3]).why_not
+
+
+def test_the_patterns_of_a_real_mixed_model_are_found(tmp_path) -> None:
+    model = tiny("granitemoehybrid", tmp_path / "model")
+    shown = reference_patterns(str(model), IDS, [1, 3])
+    assert shown.why_not == ""
+    assert [shown.by_layer[n].shape for n in (1, 3)] == [(4, 6, 6)] * 2
+    assert np.abs(shown.by_layer[1] - shown.by_layer[3]).max() > 0.01

@@ -21,47 +21,39 @@ REFUSED = {
     "mamba": ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "state-space"),
     "mamba2": ({"model_type": "mamba2"}, "state-space"),
     "rwkv": ({"model_type": "rwkv"}, "state-space"),
-    "jamba": ({"model_type": "jamba", "attn_layer_period": 8}, "attn_layer_period 8"),
-    "jamba's layers": (
-        {
-            "model_type": "jamba",
-            "attn_layer_period": 8,
-            "attn_layer_offset": 4,
-            "num_hidden_layers": 32,
-        },
-        r"attention is only in layers \[4, 12, 20, 28\]",
-    ),
-    "bamba": (
-        {"model_type": "bamba", "attn_layer_indices": [9, 18, 27], "mamba_d_state": 128},
-        r"attention is only in layers \[9, 18, 27\]",
-    ),
     "kimi linear": (
         {"model_type": "kimi_linear", "linear_attn_config": {"kda_layers": [1, 2]}},
-        "linear or state-space",
+        "latent attention or linear attention",
+    ),
+    "kimi linear's rank": (
+        {"model_type": "kimi_linear", "linear_attn_config": {}, "kv_lora_rank": 512},
+        "multi-head latent attention",
+    ),
+    "no attention at all": (
+        {"model_type": "granitemoehybrid", "layer_types": ["mamba", "mamba"]},
+        "none of its layers has attention: attention is in layers none; layers 0, 1 are mamba",
+    ),
+    "mamba_ssm's own config": ({"ssm_cfg": {"layer": "Mamba2"}, "d_model": 64}, "ssm_cfg"),
+    "mixed, but which": (
+        {"model_type": "bamba", "num_hidden_layers": 4, "mamba_d_state": 128},
+        r"\(mamba_d_state 128\), and its config does not say .* which layers have attention",
     ),
     "minimax": (
-        {"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"]},
-        r"linear_attention layers \(attention is only in layers \[1\]\)",
+        {"model_type": "minimax_text_01", "attn_type_list": [0, 1], "num_hidden_layers": 2},
+        "does not say in a way that this version reads",
     ),
-    "qwen3-next": (
-        {
-            "model_type": "qwen3_next",
-            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
-        },
-        r"mixes attention with linear_attention layers \(attention is only in layers \[2\]\)",
-    ),
-    "granite hybrid": (
-        {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
-        "mamba layers",
-    ),
-    "nemotron": (
-        {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-M*"},
-        r"state-space .*attention is only in layers \[3, 6\]",
+    "attention of another kind": (
+        {"model_type": "new", "layer_types": ["full_attention", "indexed_attention"]},
+        "layers 1 of it are of the kind 'indexed_attention', which this version does not know",
     ),
     "bert": ({"model_type": "bert", "architectures": ["BertModel"]}, "encoder-only"),
     "masked": ({"model_type": "esm", "architectures": ["EsmForMaskedLM"]}, "encoder-only"),
     "bidirectional": (
         {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        "encoder-only",
+    ),
+    "gemma 4's images and text": (
+        {"model_type": "gemma4_text", "use_bidirectional_attention": "all"},
         "encoder-only",
     ),
     "t5": ({"model_type": "t5", "is_encoder_decoder": True}, "cross-attention"),
@@ -107,10 +99,17 @@ def test_the_captured_families_are_not_refused(family: str) -> None:
     [
         {"model_type": "gemma3_text", "layer_types": ["sliding_attention", "full_attention"]},
         {"model_type": "granitemoehybrid", "layer_types": ["attention"], "mamba_d_state": 128},
+        {"model_type": "minimax", "layer_types": ["linear_attention", "full_attention"]},
+        {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*-M*", "num_hidden_layers": 7},
+        {
+            "model_type": "qwen3_5",
+            "text_config": {"layer_types": ["linear_attention", "attention"]},
+        },
+        {"model_type": "gemma4_text", "use_bidirectional_attention": "vision"},
         {"model_type": "deepseek", "kv_lora_rank": None},
     ],
 )
-def test_mixed_windows_and_switched_off_parts_are_not_refused(config: dict) -> None:
+def test_mixed_layers_and_switched_off_parts_are_not_refused(config: dict) -> None:
     refuse_model(config, "the/model")
 
 
@@ -152,8 +151,10 @@ def test_the_engine_refuses_before_it_loads_anything(tmp_path: Path) -> None:
     for body, options, error in [
         ({"model_type": "mamba"}, {}, UnsupportedModel),
         ({"model_type": "llama"}, {"pipeline_parallel_size": 2}, UnsupportedOption),
+        ({"layer_types": ["conv", "full_attention"]}, {}, UnsupportedOption),
+        ({"text_config": {"layer_types": ["conv", "full_attention"]}}, {}, UnsupportedOption),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(body))
         settings = EngineSettings(model=str(tmp_path), options=options)
         with pytest.raises(error):
-            CaptureEngine.start(settings, CaptureSettings(), location, "ab" * 8)
+            CaptureEngine.start(settings, CaptureSettings(layers=(0, 1)), location, "ab" * 8)

@@ -330,6 +330,15 @@ def test_repr_says_which_heads_were_chosen(sample, monkeypatch, heads, shown) ->
     assert shown in repr(run)
 
 
+def test_repr_says_which_layers_have_no_attention(sample, monkeypatch) -> None:
+    run, _ = sample
+    assert "without attention" not in repr(run)
+    bare = {"layers_without_attention": {"conv": [3, 5], "mlp": [4]}}
+    monkeypatch.setattr(run, "_manifest", run._manifest.model_copy(update=bare))
+    assert "layers   0..2 x 4 heads over" in repr(run)
+    assert "; without attention: 3, 5 (conv), 4 (mlp)" in repr(run)
+
+
 def test_a_view_reads_nothing_until_it_is_asked(tmp_path) -> None:
     objects = LocalStore(tmp_path)
     write_manifests(objects, shape_of(), [[6]])
