@@ -75,8 +75,8 @@ def find_attention_layers(
         raise UnsupportedModel(f"several attention modules share a layer number: {numbers}")
     if kinds is not None and kinds.is_mixed and numbers != list(kinds.attention):
         raise UnsupportedModel(
-            f"the model's config says that {kinds.sentence()}, but as vLLM loads it attention is "
-            f"in layers {describe(numbers)}; this model cannot be captured"
+            f"by the model's config its layers are {kinds.sentence()}; but as vLLM loads it, "
+            f"attention is in {describe(numbers)}; this model cannot be captured"
         )
     return layers
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from capture.errors import UnsupportedOption
-from store.selection import describe
+from store.selection import describe, describe_bare
 
 ATTENTION = "attention"
 """The word for every layer with attention that is captured, full or with a window."""
@@ -64,8 +64,8 @@ class LayerKinds:
 
     def sentence(self) -> str:
         """Return which layers have attention and what the others are, for messages."""
-        rest = "; ".join(f"layers {describe(at)} are {kind}" for kind, at in self.others.items())
-        return f"attention is in layers {describe(self.attention)}" + (f"; {rest}" if rest else "")
+        bare = describe_bare(self.others)
+        return f"attention: {describe(self.attention)}" + (f"; {bare}" if bare else "")
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -105,7 +105,7 @@ def _without_attention(kind: str, config: Mapping[str, Any]) -> str | None:
     if kinds is not None and kinds.attention:
         return None
     if kinds is not None:
-        return f"none of its layers has attention: {kinds.sentence()}"
+        return f"none of its layers has attention ({', '.join(sorted(kinds.others))})"
     if kind.startswith(_STATE_SPACE):
         return f"{kind} has linear or state-space layers in place of attention"
     said = [key for key in _STATE_KEYS if config.get(key)]

@@ -56,19 +56,20 @@ Named from the model's config before an engine starts (`capture/refusals.py`):
 
 - multi-head latent attention (DeepSeek-V2, V3 and kin): its kernel gets latents, not q, k and v
 - models of linear and state-space layers alone (Mamba, RWKV); where such layers are mixed with
-  attention, the attention layers are captured, and `run.json`, `--dry-run` and `attnstore show` say
-  which layers have none. `capture.layers` may name attention layers only
+  attention, the attention layers are captured, and `run.json`, `--dry-run` and `attnstore status`
+  say which have none. `capture.layers` may name attention layers only
 - mixed models whose attention is latent (Kimi Linear)
 - encoder-only and encoder-decoder models, cross-attention
 - layers that use the keys and values of other layers (Gemma-3n)
 - chunked and dual chunk attention (Llama 4, Qwen2.5-1M)
 
 Gemma 4's bidirectional attention is that of images within themselves; prompts are text, and their
-attention is causal. When the model
-is loaded, before the first prompt (`capture/attention_layers.py`): every subclass of vLLM's
-`Attention`, keys and values that a checkpoint keeps in 8 bits, layers of several shapes unless
-`capture.layers` takes those of one, and a mixed model whose attention is not where its config
-says. Where layers share one block of weights (Zamba-2), `pre_q`, `pre_k` and `proj_in` are refused;
+attention is causal.
+
+When the model is loaded, before the first prompt (`capture/attention_layers.py`): every subclass of
+vLLM's `Attention`, keys and values that a checkpoint keeps in 8 bits, layers of several shapes
+unless `capture.layers` takes those of one, and a mixed model whose attention is not where its
+config says. Where layers share one block of weights (Zamba-2), `pre_q`, `pre_k` and `proj_in` are refused;
 `z` is what its W_O takes.
 
 MPT, the other ALiBi family, is gone from vLLM after 0.28.

@@ -142,7 +142,7 @@ def test_of_a_mixed_model_the_attention_layers_alone_are_found() -> None:
 @pytest.mark.parametrize("kinds", [("attention", "mamba"), ("mamba", "attention", "attention")])
 def test_a_mixed_model_whose_attention_is_elsewhere_is_refused(kinds: tuple[str, ...]) -> None:
     mixed = model(torch.nn.Linear(2, 2), attention())
-    text = r"says that attention is in layers .*, but as vLLM loads it .* layers 1;"
+    text = r"its layers are attention: .*; without attention: .*; but .* attention is in 1;"
     with pytest.raises(UnsupportedModel, match=text):
         find_attention_layers(mixed, LayerKinds(kinds))
 

@@ -31,7 +31,7 @@ REFUSED = {
     ),
     "no attention at all": (
         {"model_type": "granitemoehybrid", "layer_types": ["mamba", "mamba"]},
-        "none of its layers has attention: attention is in layers none; layers 0, 1 are mamba",
+        r"none of its layers has attention \(mamba\)",
     ),
     "mamba_ssm's own config": ({"ssm_cfg": {"layer": "Mamba2"}, "d_model": 64}, "ssm_cfg"),
     "mixed, but which": (

@@ -216,7 +216,7 @@ def test_what_is_printed_for_people_has_no_blanks_behind_it(
     [
         ({"kv_lora_rank": 512}, {}, "multi-head latent attention (kv_lora_rank 512)"),
         ({"model_type": "mamba"}, {}, "linear or state-space layers"),
-        ({"layer_types": ["mamba", "attention"]}, {}, "attention is only in layers [1]"),
+        ({"layer_types": ["mamba"]}, {}, "none of its layers has attention (mamba)"),
         ({"model_type": "bert"}, {}, "encoder-only"),
         ({"is_encoder_decoder": True}, {}, "cross-attention"),
         ({}, {"enable_prefix_caching": True}, "engine.options.enable_prefix_caching is True"),
