@@ -69,8 +69,8 @@ attention is causal.
 When the model is loaded, before the first prompt (`capture/attention_layers.py`): every subclass of
 vLLM's `Attention`, keys and values that a checkpoint keeps in 8 bits, layers of several shapes
 unless `capture.layers` takes those of one, and a mixed model whose attention is not where its
-config says. Where layers share one block of weights (Zamba-2), `pre_q`, `pre_k` and `proj_in` are refused;
-`z` is what its W_O takes.
+config says. Where layers share one block of weights (Zamba-2), `pre_q`, `pre_k` and `proj_in` are
+refused; `z` is what its W_O takes.
 
 MPT, the other ALiBi family, is gone from vLLM after 0.28.
 """
