@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ class PlannedUnits:
     unit: NDArray[np.int64]
     first_prompt: NDArray[np.int64]
     num_prompts: NDArray[np.int64]
+    num_tokens: NDArray[np.int64]
+    """Of those prompts that are to run."""
     tokens: Sequence[FileTokens] = ()
     """Of the files that were read, in plan order."""
     kept: slice | None = None
@@ -55,17 +57,19 @@ class PlannedUnits:
         segments: Sequence[PlanManifest] = (),
     ) -> PlannedUnits:
         """Return the units of the plan's tables, in plan order."""
-        names = ("unit", "first_prompt", "num_prompts")
+        names = UNIT_FIELDS.names
         whole = pa.concat_tables([table.select(names) for table in tables] or [_NO_UNITS])
-        unit, first, count = (np.asarray(whole[name].to_numpy(), np.int64) for name in names)
-        return cls(unit, first, count, tokens, kept, unread, segments)
+        columns = {name: np.asarray(whole[name].to_numpy(), np.int64) for name in names}
+        return cls(**columns, tokens=tokens, kept=kept, unread=unread, segments=segments)
 
     def contradictions(
         self, commit: Commit, generated: Mapping[int, int] | None = None
     ) -> Iterator[str]:
         """Yield where a commit does not cover the prompts of its unit.
 
-        `generated` says how many tokens each place's prompt was given, where that was read.
+        `generated` says how many tokens each place's prompt was given, where that was read. Where
+        the prompts were not, rows are held against the positions that the run keeps and against the
+        tokens of the whole unit.
         """
         if problem := plan_contradiction(commit, self.segments):
             yield problem
@@ -82,7 +86,12 @@ class PlannedUnits:
                 f"from {planned[0]}"
             )
             return
-        for at, num_tokens in self._tokens_of(*planned):
+        known = list(self._tokens_of(*planned))
+        if len(known) < planned[1] and self.kept is not None:
+            yield from unread_contradictions(
+                commit, self.kept, int(self.num_tokens[place]), {at for at, _ in known}
+            )
+        for at, num_tokens in known:
             said = None if generated is None else generated.get(at, 0)
             problem = row_contradiction(commit, at, num_tokens, said, self.kept)
             if problem:
@@ -142,6 +151,41 @@ def positions_slice(stated: str) -> slice | None:
         return None
     start, stop = (None if part is None else int(part) for part in match.groups())
     return slice(start, stop)
+
+
+def unread_contradictions(
+    commit: Commit, kept: slice, num_tokens: int, known: Container[int] = ()
+) -> Iterator[str]:
+    """Yield how rows contradict what is known of a unit without its prompts, but those in `known`.
+
+    That is the positions that each prompt keeps, and how many tokens all of them have together.
+    """
+    prompts = commit.prompts
+    columns = prompts.outcome, prompts.first_position, prompts.num_rows
+    if len({len(column) for column in columns}) != 1:
+        return
+    start = kept.start or 0
+    may_go_on = any(one.name == GENERATED for one in commit.objects)
+    reach = 0
+    for place, (outcome, first, rows) in enumerate(zip(*columns, strict=True)):
+        if outcome is not Outcome.STORED:
+            continue
+        reach += first + rows
+        wrong = (
+            first != start
+            if start >= 0
+            else bool(first)
+            and kept.stop is None
+            and (rows < -start or (rows > -start and not may_go_on))
+        )
+        if wrong and place not in known:
+            yield (
+                f"prompt {place} has {rows} rows from position {first}, which are not those that "
+                "the run keeps"
+            )
+    whole = kept.stop is None and all(one is Outcome.STORED for one in prompts.outcome)
+    if not may_go_on and (reach > num_tokens or (whole and reach < num_tokens)):
+        yield f"its prompts' rows end at {reach} tokens in all, the plan's unit has {num_tokens}"
 
 
 def row_contradiction(

@@ -74,7 +74,8 @@ def write_kept(objects: LocalStore, positions: str, starts: list[int], rows: lis
 def test_positions_that_the_config_keeps_are_read_and_sound(tmp_path, positions, starts, rows):
     objects = LocalStore(tmp_path)
     z_LTHD = write_kept(objects, positions, starts, rows)
-    assert verify_run(objects, deep=True).problems == []
+    for deep in (False, True):
+        assert verify_run(objects, deep=deep).problems == []
     write_snapshot(objects, RUN_ID)
     run, row = open_run(str(tmp_path)), 0
     for place, (start, kept) in enumerate(zip(starts, rows, strict=True)):
@@ -110,6 +111,29 @@ def test_rows_of_other_positions_than_the_config_keeps_are_refused(
     with pytest.raises(FormatError, match="attnstore verify"):
         open_run(str(tmp_path)).read("z", prompt="p0")
     assert not verify_run(objects, deep=True).ok
+
+
+@pytest.mark.parametrize(
+    ("positions", "starts", "rows"),
+    [
+        ("all", [0, 0, 0], [10, 2, 8]),
+        ("all", [0, 0, 0], [10, 2, 6]),
+        ("all", [0, 1, 0], [10, 1, 7]),
+        ("0:3", [0, 0, 1], [3, 2, 3]),
+        ("2:5", [2, 0, 3], [3, 0, 3]),
+        ("last", [8, 1, 6], [1, 1, 1]),
+        ("last", [9, 2, 6], [1, 1, 1]),
+        ("-3:", [7, 0, 3], [3, 2, 4]),
+        ("-3:", [8, 0, 4], [2, 2, 3]),
+        ("-3:", [7, 0, 5], [3, 2, 3]),
+    ],
+)
+def test_other_positions_are_seen_without_reading_the_prompts(tmp_path, positions, starts, rows):
+    objects = LocalStore(tmp_path)
+    write_kept(objects, positions, starts, rows)
+    problems = verify_run(objects).problems
+    assert problems
+    assert {one.name for one in problems} == {"commits/000000/00000000.json"}
 
 
 def test_rows_carry_the_positions_they_are_of(sample) -> None:
