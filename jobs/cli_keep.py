@@ -15,6 +15,8 @@ from jobs.one_line import one_line
 from store.byte_count import human_bytes
 from store.selection import describe_bare
 
+_NO_PLAN = "none yet: it is being made, or was interrupted in that; then run the config again"
+
 
 def status(
     run_url: RunArgument,
@@ -131,6 +133,7 @@ def _print_status(run_url: str, found: Any) -> None:
             ("units", f"{found.units_committed} of {found.units_planned}{quarantined}{damaged}"),
             ("prompts", f"{found.prompts_stored} of {found.prompts_planned} stored, {missing}"),
             ("bytes", human_bytes(found.bytes)),
+            *([] if found.units_planned else [("plan", _NO_PLAN)]),
             *(("damaged", one) for one in (found.damage(),) if one),
             *([("layers", bare)] if bare else []),
             *(("check", check.sentence()) for check in found.checks[-1:]),

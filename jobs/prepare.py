@@ -46,7 +46,7 @@ from store.objects.probe import probe_create_only
 from store.objects.protocol import ObjectStore
 from store.plan import FIRST_MANIFEST, missing_segment, read_segments
 from store.planned_units import require_planned
-from store.remains import find_remains
+from store.remains import find_remains, no_run
 from store.run_format import PlanManifest, RunManifest
 from store.sealed_json import MAX_JSON_BYTES
 from store.snapshot import find_committed
@@ -82,11 +82,11 @@ class PreparedRun:
 
 
 def read_manifest(objects: ObjectStore) -> RunManifest:
-    """Return the run's `run.json`. Raises `RunNotFound` naming the place."""
+    """Return the run's `run.json`. Raises `RunNotFound` naming the place and what is there."""
     try:
         data = objects.get(keys.RUN, max_bytes=MAX_JSON_BYTES)
     except ObjectNotFound as error:
-        raise RunNotFound(f"there is no run at {objects.url}: no run.json there") from error
+        raise no_run(objects) from error
     return RunManifest.from_bytes(data, keys.RUN)
 
 

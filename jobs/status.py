@@ -55,8 +55,9 @@ class RunStatus:
 
     @property
     def complete(self) -> bool:
-        """Whether every unit has its commit."""
-        return self.units_committed + self.units_quarantined == self.units_planned
+        """Whether there is a plan and every unit of it has its commit."""
+        done = self.units_committed + self.units_quarantined
+        return 0 < self.units_planned == done
 
     def damage(self) -> str | None:
         """Return what to say of the damaged units, None where there are none."""

@@ -1,4 +1,4 @@
-"""What is left of units that no plan has: a plan that was there before, and is lost.
+"""What is left of units that no plan has, or of a run that has no `run.json` (yet, or any more).
 
 Rows are of the prompts of the plan that they were captured from. Before units are planned anew,
 this looks for what was captured under their numbers. Knows names only; reads no object.
@@ -9,12 +9,40 @@ from __future__ import annotations
 import re
 
 from store import keys
-from store.errors import ObjectNotFound
+from store.errors import CannotList, ObjectNotFound, RunNotFound
 from store.objects.protocol import ObjectStore
+from store.plan import FIRST_MANIFEST
 
 _DATA_NAME = re.compile(r"data/(\d{8,})/.+")
 _SORTED_UNITS = 10**8
 """Up to here the order of names is that of numbers."""
+
+
+def no_run(objects: ObjectStore) -> RunNotFound:
+    """Return the error for a place without a `run.json`: nothing is there, or what is says why."""
+    where = objects.url
+    try:
+        remains = find_remains(objects, 0) or _first(objects, keys.PLAN, FIRST_MANIFEST)
+        begun = _first(objects, keys.PLAN) or _first(objects, keys.OWNERS)
+    except CannotList:
+        remains = begun = None
+    if remains is not None:
+        return RunNotFound(
+            f"the run at {where} has lost its {keys.RUN}, though {remains} is there: restore it "
+            "from a copy of the run"
+        )
+    if begun is not None:
+        return RunNotFound(
+            f"the run at {where} is being planned, or was interrupted in that: {begun} is there "
+            f"and no {keys.RUN} yet. Look again later, or run its config again"
+        )
+    return RunNotFound(f"there is no run at {where}: it has no {keys.RUN}; check the location")
+
+
+def _first(objects: ObjectStore, prefix: str, name: str | None = None) -> str | None:
+    """Return the name of the first object in a folder, or of this one; None if it is not there."""
+    found = (info.name for info in objects.list(prefix))
+    return next((one for one in found if name is None or one == name), None)
 
 
 def find_remains(objects: ObjectStore, first_unit: int) -> str | None:

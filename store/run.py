@@ -23,7 +23,7 @@ from store.array_reader import ArrayReader, ReadOptions
 from store.checks import SelfCheckFigures, read_checks
 from store.chunk_cache import CacheStatistics
 from store.due_sites import due_sites
-from store.errors import FormatError, ObjectNotFound, RunError, RunNotFound
+from store.errors import FormatError, ObjectNotFound, RunError
 from store.explain import ReadCost
 from store.labelled import TokenAxis, label
 from store.objects.open import open_store
@@ -32,6 +32,7 @@ from store.planned_units import kept_positions
 from store.prompt_attention import AttentionChoices, PromptAttention
 from store.prompt_blocks import BlockReader, choose
 from store.prompt_names import Prompt, is_one_prompt
+from store.remains import no_run
 from store.run_format import LayerSemantics, ModelManifest, RunManifest, Site
 from store.run_index import RunIndex, StoredPrompt, looking
 from store.sealed_json import MAX_JSON_BYTES
@@ -105,9 +106,7 @@ class Run(AcrossPrompts):
             try:
                 data = first.get(keys.RUN, max_bytes=MAX_JSON_BYTES)
             except ObjectNotFound as error:
-                raise RunNotFound(
-                    f"there is no run at {objects.url}: it has no {keys.RUN}; check the location"
-                ) from error
+                raise no_run(objects) from error
             self._manifest = RunManifest.from_bytes(data, keys.RUN)
             kept = kept_positions(self._manifest.config)
             empty = RunIndex(

@@ -17,9 +17,15 @@ from jobs.cli import app
 from jobs.config import RunConfig
 from jobs.config_file import load_config
 from jobs.kuberay import CONFIG_FOLDER
+from jobs.owner import RunOwner
+from jobs.plan import PlanProgress
 from jobs.prepare import create_run
+from jobs.status import read_status
+from store import open_run
 from store.checks import SelfCheckFigures, self_check_key
+from store.errors import RunNotFound
 from store.objects.open import open_store
+from store.plan import FIRST_MANIFEST
 
 Configs = Callable[..., RunConfig]
 Prompts = Callable[..., Path]
@@ -50,6 +56,40 @@ def test_a_place_without_a_run_is_named(tmp_path: Path, verb: str) -> None:
     result = attnstore(verb, tmp_path / "nowhere")
     assert result.exit_code == 2
     assert f"there is no run at {tmp_path}/nowhere" in result.stderr
+
+
+def test_a_run_that_is_being_planned_is_told_from_none_and_from_a_lost_one(
+    make_config: Callable[..., RunConfig], write_prompts: Callable[..., Path]
+) -> None:
+    config = make_config(write_prompts(["w1 w2", "w3"]))
+    objects = open_store(config.output)
+    said: list[str] = []
+
+    def look(_progress: PlanProgress) -> None:
+        said.append(attnstore("status", config.output).stderr)
+        with pytest.raises(RunNotFound, match=r"is being planned.* plan/0000/prompts-"):
+            open_run(config.output)
+
+    owner = RunOwner.claim(objects)
+    said.append(attnstore("status", config.output).stderr)
+    create_run(objects, config, look)
+    owner.release()
+    assert len(said) == 2
+    assert all(f"the run at {config.output} is being planned, or" in one for one in said)
+
+    manifest = objects.get(FIRST_MANIFEST, max_bytes=1 << 20)
+    objects.delete(FIRST_MANIFEST)
+    printed = attnstore("status", config.output)
+    assert printed.exit_code == 0
+    assert "none yet: it is being made" in printed.stdout
+    assert not read_status(objects).complete
+    objects.put(FIRST_MANIFEST, [manifest])
+    objects.delete("run.json")
+    lost = attnstore("status", config.output)
+    assert lost.exit_code == 2
+    assert "has lost its run.json, though plan/0000/manifest.json is there" in lost.stderr
+    with pytest.raises(RunNotFound, match="has lost its"):
+        open_run(config.output)
 
 
 def test_a_dry_run_says_what_would_be_stored_and_writes_nothing(
