@@ -148,9 +148,10 @@ def check(num_prompts: int) -> None:
 
 
 def write_report(path: Path, title: str) -> None:
-    """Put what was said under its heading, whatever stood there before."""
+    """Put what was said under its heading, whatever stood there before; makes a missing file."""
     section = f"## {title}\n\n```\n" + "\n".join(SAID) + "\n```\n"
-    before, *rest = path.read_text().split(f"## {title}\n")
+    text = path.read_text() if path.exists() else "# What the sweeps last said\n\n"
+    before, *rest = text.split(f"## {title}\n")
     after = rest[0].partition("\n## ") if rest else ("", "", "")
     path.write_text(before + section + (f"\n## {after[2]}" if after[1] else ""))
 

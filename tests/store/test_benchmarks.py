@@ -9,6 +9,7 @@ import time
 from benchmarks import open as opening
 from benchmarks import reader, writer
 from benchmarks.slow_link import slow_link
+from store.codec import Codec
 
 
 def test_the_writer_benchmark(tmp_path, monkeypatch):
@@ -16,10 +17,26 @@ def test_the_writer_benchmark(tmp_path, monkeypatch):
     places = {"tmpfs": tmp_path, "disk": tmp_path}
     figures = writer.measure(2, 1, places, s3=False)
     for codec in ("raw", "fast", "small"):
+        assert figures[f"{codec}_encode_gb_s_one_thread"] > 0
         for other in ("zarr_python", "tensorstore", "zarrs"):
             assert figures[f"{codec}_ratio_over_{other}"] > 0
             assert figures[f"{codec}_ratio_over_{other}_disk"] > 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_encoding_is_timed_with_every_part_of_every_shard(monkeypatch):
+    monkeypatch.setattr(writer, "SHARD_TOKENS", 1024)
+    work, taken, encode = writer.make_work(2, Codec.RAW), [], writer.encode
+
+    def counted(*of):
+        encoded = encode(*of)
+        taken.append(encoded)
+        return encoded
+
+    monkeypatch.setattr(writer, "encode", counted)
+    assert writer.encode_rate(work, 3) > 0
+    assert len(taken) == 6
+    assert all(one.crc32c for one in taken), "a checksum is known once all parts were taken"
 
 
 def test_the_opening_benchmark(tmp_path):
