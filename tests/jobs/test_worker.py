@@ -260,33 +260,37 @@ def test_a_check_of_nothing_is_not_kept(
     assert read_checks(open_store(worker._spec.location.url), RUN_ID) == ()
 
 
-def test_prompts_to_check_are_found_behind_files_without_any(
+PlannedTasks = Callable[[list[str], int], TaskReader]
+
+
+@pytest.fixture
+def planned_tasks(
     make_config: Callable[..., RunConfig],
     write_prompts: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("jobs.plan.PROMPTS_PER_FILE", 2)
-    texts = ["", "", "", "w1 w2", "w3", "w4 w5 w6", ""]
-    config = make_config(write_prompts(texts))
-    objects = open_store(config.output)
-    write_plan(objects, config, run_id=RUN_ID)
-    tasks = TaskReader(objects)
+) -> PlannedTasks:
+    """Plan texts, so many a file, and return the reader of the plan."""
+
+    def plan(texts: list[str], per_file: int) -> TaskReader:
+        monkeypatch.setattr("jobs.plan.PROMPTS_PER_FILE", per_file)
+        config = make_config(write_prompts(texts))
+        write_plan(open_store(config.output), config, run_id=RUN_ID)
+        return TaskReader(open_store(config.output))
+
+    return plan
+
+
+def test_prompts_to_check_are_found_behind_files_without_any(planned_tasks: PlannedTasks) -> None:
+    tasks = planned_tasks(["", "", "", "w1 w2", "w3", "w4 w5 w6", ""], 2)
     assert [len(ids) for ids in tasks.sample_prompts(2)] == [3, 1]
     assert [len(ids) for ids in tasks.sample_prompts(9)] == [3, 2, 1]
 
 
 def test_prompts_to_check_are_long_ones_too_where_a_plan_begins_with_short_ones(
-    make_config: Callable[..., RunConfig],
-    write_prompts: Callable[..., Path],
-    monkeypatch: pytest.MonkeyPatch,
+    planned_tasks: PlannedTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("jobs.plan.PROMPTS_PER_FILE", 4)
-    texts = [" ".join(["w1"] * length) for length in (1, 1, 1, 1, 1, 4, 2, 6)]
-    config = make_config(write_prompts(texts))
-    objects = open_store(config.output)
-    write_plan(objects, config, run_id=RUN_ID)
-    tasks = TaskReader(objects)
+    tasks = planned_tasks([" ".join(["w1"] * n) for n in (1, 1, 1, 1, 1, 4, 2, 6)], 4)
     assert [len(ids) for ids in tasks.sample_prompts(4)] == [6, 2, 1, 1]
     monkeypatch.setattr("jobs.tasks._SAMPLED_FROM", 6)
     assert [len(ids) for ids in tasks.sample_prompts(1)] == [4]
-    assert len(TaskReader(objects).sample_prompts(4)) == 4
+    assert len(TaskReader(tasks._objects).sample_prompts(4)) == 4

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ssl
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from store.errors import StoreError
 from store.objects.open import open_store
+from tests.store.served import served
 
 KEYS = {"access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
 FEW = {"attempts": 1, "timeout": 20.0}
@@ -70,14 +70,8 @@ def serving(certificate: Certificate | None = None) -> Iterator[Server]:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(certificate.path)
         server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, name="redirects", daemon=True)
-    thread.start()
-    try:
+    with served(server):
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -16,6 +15,7 @@ from store.objects.open import open_store
 from store.plan import read_segments
 from store.snapshot import find_committed, write_snapshot
 from tests.store.sample_run import RUN_ID, SampleShape, write_run
+from tests.store.served import served
 
 
 class QuietHandler(SimpleHTTPRequestHandler):
@@ -28,11 +28,8 @@ class QuietHandler(SimpleHTTPRequestHandler):
 @pytest.fixture
 def web(tmp_path):
     handler = functools.partial(QuietHandler, directory=str(tmp_path))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, name="web", daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/run"
-    server.shutdown()
-    server.server_close()
+    with served(ThreadingHTTPServer(("127.0.0.1", 0), handler)) as authority:
+        yield f"http://{authority}/run"
 
 
 def test_a_run_is_read_over_http(tmp_path, web):
