@@ -7,6 +7,7 @@ run until a commit names it (`store.commit`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from store import keys
 from store.checksum import crc32c_of_parts, hex_crc32c
@@ -52,13 +53,18 @@ class AttemptWriter:
         return ObjectRecord(name=name, bytes=len(data), crc32c=hex_crc32c(crc32c_of_parts([data])))
 
     def put_metadata(self, arrays: Sequence[ArrayRecord]) -> list[ObjectRecord]:
-        """Put the zarr.json of the group and of every array, and return their records."""
-        group = group_metadata(run_id=self._run_id, unit=self._unit, attempt=self._attempt)
-        records = [self.put_object(keys.GROUP_METADATA, group)]
+        """Put the zarr.json of the group and of every array at once, and return their records."""
+        documents = {
+            keys.GROUP_METADATA: group_metadata(
+                run_id=self._run_id, unit=self._unit, attempt=self._attempt
+            )
+        }
         for array in arrays:
             document = array_metadata(array, run_id=self._run_id, unit=self._unit)
-            records.append(self.put_object(keys.array_metadata_key(array.site), document))
-        return records
+            documents[keys.array_metadata_key(array.site)] = document
+        # One round trip, or one flush of a busy disk, instead of one for each.
+        with ThreadPoolExecutor(len(documents)) as pool:
+            return list(pool.map(self.put_object, documents, documents.values()))
 
     def sync(self) -> None:
         """Return once everything put by this attempt survives a power cut."""

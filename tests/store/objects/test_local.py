@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -65,6 +66,38 @@ def test_a_unit_is_durable_before_its_commit(tmp_path, calls):
     assert str(tmp_path) in flushed
     # Every file was flushed under its temporary name before it was renamed.
     assert sum("/.tmp/" in path for name, path in calls if name == "fsync") == len(replaced) + 1
+
+
+def test_the_folders_of_a_unit_are_flushed_side_by_side(tmp_path, monkeypatch):
+    objects = LocalStore(tmp_path)
+    for number in range(12):
+        objects.put(f"data/u/a/{number}/x", [b"x"])
+    flushes, real = threading.Barrier(4), os.fsync
+
+    def meet(descriptor):
+        if str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(f"{tmp_path}/data/u/a/"):
+            flushes.wait(20)
+        real(descriptor)
+
+    monkeypatch.setattr(local.os, "fsync", meet)
+    objects.sync("data/u/a/")
+
+
+def test_a_unit_of_which_one_folder_cannot_be_flushed_is_not_called_durable(tmp_path, monkeypatch):
+    objects = LocalStore(tmp_path)
+    for number in range(12):
+        objects.put(f"data/u/a/{number}/x", [b"x"])
+    real = os.fsync
+
+    def fail_once(descriptor):
+        if Path(f"/proc/self/fd/{descriptor}").readlink().name == "7":
+            raise OSError(errno.EIO, "Input/output error")
+        real(descriptor)
+
+    monkeypatch.setattr(local.os, "fsync", fail_once)
+    with pytest.raises(StoreError, match="Input/output") as caught:
+        objects.sync("data/u/a/")
+    assert caught.value.errno == errno.EIO
 
 
 PUT, CREATE = "put", "create"
