@@ -63,11 +63,18 @@ def matching_prompts(condition: str, prompts: pa.Table) -> list[str]:
 
 
 def token_table(index: RunIndex) -> pa.Table:
-    """Return every token of every prompt: prompt_id, pos, token_id, token."""
+    """Return every token of every prompt: prompt_id, pos, token_id, token.
+
+    Of a prompt of a damaged unit only those that were planned, with a warning: what was generated
+    after it is not known.
+    """
+    damaged = index.states.damaged()
+    warn_of_damage(damaged, len(index.committed))
+    units = index.units_of(np.arange(index.num_prompts)).tolist()
     ids = index.table()["prompt_id"]
     parts = []
-    for row in range(index.num_prompts):
-        token_ids, strings = index.tokens(row)
+    for row, unit in enumerate(units):
+        token_ids, strings = index.tokens(row, planned=unit in damaged)
         count = len(token_ids)
         columns = [
             pa.repeat(ids[row], count),

@@ -173,10 +173,13 @@ class RunIndex:
         """Return the prompts table without its token columns, loaded when first asked for."""
         return self._plan.prompts()
 
-    def tokens(self, row: int) -> PromptTokens:
-        """Return a prompt's token ids and strings, those generated after it included."""
+    def tokens(self, row: int, *, planned: bool = False) -> PromptTokens:
+        """Return a prompt's token ids and strings, those generated after it included.
+
+        With `planned` without them; then no commit is read.
+        """
         ids, strings = self._plan.tokens(row)
-        said = self.continuation(row)
+        said = None if planned else self.continuation(row)
         if said is None:
             return ids, strings
         longer = np.concatenate([ids, np.asarray(said.token_ids, ids.dtype)])

@@ -95,6 +95,9 @@ def test_what_the_run_says_of_itself_counts_it_apart(tmp_path):
     assert "2 of 3 committed, 1 damaged: run `attnstore verify`" in repr(run)
     with pytest.warns(RuntimeWarning, match="unit 1"):
         assert run.sql("select unit from units order by 1")["unit"].to_pylist() == [0, 2]
+    counts = "select count(*) as n from tokens group by prompt_id order by prompt_id"
+    with pytest.warns(RuntimeWarning, match="unit 1"):
+        assert run.sql(counts)["n"].to_pylist() == [3, 4, 5, 6]
 
 
 def test_a_repair_or_the_commit_put_back_is_seen_by_a_refresh(tmp_path):
