@@ -35,6 +35,7 @@ class RandomEngine:
         num_layers: int,
         step_rows: int,
         more_layers: Sequence[LocalLayer] = (),
+        watch_output: Callable[..., None] = lambda *_: None,
     ) -> None:
         layers = [
             LocalLayer(n, f"l{n}", HEADS, KV_HEADS, SIZE, SIZE, 0.25, None, None, None, None)
@@ -46,7 +47,7 @@ class RandomEngine:
             layers=layers,
             envoy_of=lambda path: path,
             watch_projection=lambda *_: None,
-            watch_output=lambda *_: None,
+            watch_output=watch_output,
             rank=0,
             num_ranks=1,
             total_heads=HEADS,
@@ -103,10 +104,14 @@ class RandomEngine:
 
 
 def start(
-    folder: Path, settings: CaptureSettings, num_layers: int = 2, step_rows: int = 256
+    folder: Path,
+    settings: CaptureSettings,
+    num_layers: int = 2,
+    step_rows: int = 256,
+    watch_output: Callable[..., None] = lambda *_: None,
 ) -> CaptureEngine:
     """Return an engine that captures into `folder`."""
-    engine = RandomEngine(settings, num_layers, step_rows)
+    engine = RandomEngine(settings, num_layers, step_rows, watch_output=watch_output)
     location = StoreLocation(str(folder))
     facts = engine.rank.facts()
     semantics = merge_semantics([facts.layers], HEADS, KV_HEADS)

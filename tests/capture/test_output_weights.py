@@ -11,18 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from capture.commit_unit import CaptureShape
 from capture.engine import CaptureEngine
+from capture.errors import UnsupportedModel
+from capture.rows import Span
 from capture.settings import CaptureSettings, StoreLocation
 from store.objects.local import LocalStore
-from store.run_format import LayerSemantics
+from store.run_format import LayerSemantics, Site
 from store.weights import (
     OutputProjection,
     read_output_projection,
     weight_key,
     write_output_projection,
 )
+from tests.capture.random_engine import HEADS, SIZE, start, task
 
 RUN_ID = "a" * 16
 OTHER = "b" * 16
@@ -72,6 +76,32 @@ def store_weights(folder: Path) -> list[int]:
         assert held.w_o_HDM.tobytes() == own(layer.layer).tobytes()
         assert held.bias_M is None
     return list(scripted.asked)
+
+
+def test_each_layer_of_a_shared_projection_is_held_to_take_z(tmp_path: Path) -> None:
+    """It is called once for each layer that shares it, and every layer hears of every call."""
+    watched: list[Any] = []
+    budget = {"host_bytes": 64 << 20, "slot_bytes": 1 << 20}
+    settings = CaptureSettings(sites=(Site.Z,), output_weights=True, **budget)
+    capture = start(
+        tmp_path / "run",
+        settings,
+        watch_output=lambda _layer, on_input: watched.append(on_input),
+    )
+    try:
+        capture.admit(task(0, 0, [3]))
+        rank: Any = capture.step_engine.rank
+        assert rank.begin_step([Span(0, 0, 0, 3)])
+        for tap in (0, 1):
+            z_TF = torch.randn(3, HEADS * SIZE)
+            rank.put(tap, z_TF)
+            if tap:
+                with pytest.raises(UnsupportedModel, match="does not take z as it is"):
+                    watched[tap](2 * z_TF)
+            for on_input in watched:
+                on_input(z_TF)
+    finally:
+        capture.shutdown()
 
 
 def test_w_o_is_stored_once(tmp_path: Path) -> None:
