@@ -108,6 +108,10 @@ class FakeEngine:
             return UnitResult(
                 task.unit, task.attempt, UnitStatus.FAILED, error=error, store_failed=store_failed
             )
+        if task.unit == self._faults.get("refused") and any(p.reason is None for p in task.prompts):
+            return UnitResult(
+                task.unit, task.attempt, UnitStatus.FAILED, error="403 for it", store_failed=True
+            )
         if task.unit == self._faults.get("lie"):
             return UnitResult(task.unit, task.attempt, UnitStatus.COMMITTED)
         lengths = [len(p.token_ids) if p.reason is None else 0 for p in task.prompts]

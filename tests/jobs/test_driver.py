@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import secrets
 import shutil
 import signal
 from functools import partial
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import jobs.dispatch
 import jobs.driver
 import jobs.owner
 import jobs.ray_pool
@@ -28,6 +30,7 @@ from jobs.errors import (
     SourceError,
 )
 from jobs.owner import RunOwner
+from jobs.policy import MAX_STORE_FAILURES
 from jobs.prepare import read_manifest
 from jobs.snapshots import SnapshotKeeper
 from jobs.status import read_status
@@ -95,6 +98,26 @@ def test_a_store_that_never_recovers_ends_the_run_to_be_run_again(drive: Driven)
         drive(config)
     drive.faults()
     assert drive(config).exit_code is ExitCode.DONE
+
+
+@pytest.mark.parametrize("others_first", [False, True])
+def test_a_unit_that_a_working_object_store_refuses_ends_as_failed_with_its_error(
+    drive: Driven, monkeypatch: pytest.MonkeyPatch, others_first: bool
+) -> None:
+    """Also where it is the only one left, so that no other unit's commit shows that it works."""
+    monkeypatch.setattr(jobs.dispatch, "MAX_PAUSE_SECONDS", 0.01)
+    config = drive.config(TEXTS, output=f"memory://driver-{secrets.token_hex(4)}")
+    if others_first:
+        drive.faults(lie=2)
+        with pytest.raises(RunInterrupted, match="1 of 6 have no commit"):
+            drive(config)
+    drive.faults(refused=2)
+    assert drive(config).exit_code is ExitCode.SOME_FAILED
+    found = list(statuses(config).values())
+    assert [status for status, _ in found] == ["stored"] * 4 + ["failed"] * 2 + ["stored"] * 6
+    assert all(str(reason).endswith("again and again: 403 for it") for _, reason in found[4:6])
+    assert len(drive.events("store failed")) == MAX_STORE_FAILURES
+    assert verify_run(open_store(config.output), deep=True).problems == []
 
 
 def test_damaged_units_are_captured_again_as_repairs(drive: Driven) -> None:
