@@ -16,6 +16,8 @@ from jobs.errors import (
 )
 from jobs.status import read_status
 from store.objects.open import open_store
+from store.verify import verify_run
+from store.weights import weight_key
 from tests.jobs.driven import TEXTS, Driven, names, statuses
 
 pytestmark = pytest.mark.ray
@@ -89,6 +91,17 @@ def test_a_ray_that_does_not_start_interrupts_the_run(
     monkeypatch.setattr("ray.init", give_up)
     with pytest.raises(RunInterrupted, match="timed out during startup"):
         driven(driven.config(TEXTS))
+
+
+def test_a_lost_projection_is_stored_by_an_engine_that_captures_nothing(drive: Driven) -> None:
+    config = drive.config(TEXTS, capture={"output_weights": True})
+    drive(config)
+    objects = open_store(config.output)
+    objects.delete(weight_key(0))
+    assert drive(config, repair=True).exit_code is ExitCode.DONE
+    assert len(drive.events("stored anew")) == 1
+    assert len(drive.events("committed")) == 6
+    assert verify_run(objects, deep=True).problems == []
 
 
 def test_workers_that_never_start_stop_the_run(drive: Driven) -> None:
