@@ -53,7 +53,13 @@ class AttemptWriter:
         return ObjectRecord(name=name, bytes=len(data), crc32c=hex_crc32c(crc32c_of_parts([data])))
 
     def put_metadata(self, arrays: Sequence[ArrayRecord]) -> list[ObjectRecord]:
-        """Put the zarr.json of the group and of every array at once, and return their records."""
+        """Put the zarr.json of the group and of every array at once, and return their records.
+
+        Nothing is put where there are no arrays: a unit of which nothing is stored has no data, and
+        so can be given up even if none can be put.
+        """
+        if not arrays:
+            return []
         documents = {
             keys.GROUP_METADATA: group_metadata(
                 run_id=self._run_id, unit=self._unit, attempt=self._attempt

@@ -44,7 +44,7 @@ def commit_unit(objects: ObjectStore, commit: Commit) -> CommitResult:
     """
     prefix = keys.attempt_prefix(commit.unit, commit.attempt)
     problems = commit_problems(commit)
-    if not problems:
+    if commit.objects and not problems:
         listed = {info.name[len(prefix) :]: info.bytes for info in objects.list(prefix)}
         problems = list(missing_objects(commit, listed))
     if problems:
@@ -52,7 +52,8 @@ def commit_unit(objects: ObjectStore, commit: Commit) -> CommitResult:
             f"attempt {commit.attempt} at unit {commit.unit} is not complete, {len(problems)} "
             "problems: " + "; ".join(problems[:_LISTED_PROBLEMS]) + ". Capture the unit again."
         )
-    objects.sync(prefix)
+    if commit.objects:
+        objects.sync(prefix)
     if commit.repair:
         # Announced first, so that whoever skips complete folders never misses a repair in one.
         _announce(objects, commit.unit, commit.repair)

@@ -179,7 +179,12 @@ def _check_commit(
         report.add(key, problem, unit)
     if Outcome.STORED in commit.prompts.outcome:
         report.held[tuple(sorted(array.site for array in commit.arrays))] = [unit]
-    listed = {info.name[len(prefix) :]: info.bytes for info in objects.list(prefix)}
+    try:
+        found = objects.list(prefix) if commit.objects else ()
+        listed = {info.name[len(prefix) :]: info.bytes for info in found}
+    except RunError as error:  # A link leads to it.
+        report.add(prefix, error, unit)
+        return report
     for problem in missing_objects(commit, listed):
         report.add(prefix, problem, unit)
     report.objects += len(commit.objects)

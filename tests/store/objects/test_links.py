@@ -13,7 +13,13 @@ from store.errors import NotAFile, ObjectNotFound, RunError, StoreError
 from store.gc import collect_garbage
 from store.objects.local import LocalStore
 from store.verify import verify_run
-from tests.store.sample_run import SampleShape, write_run
+from tests.store.sample_run import (
+    SampleShape,
+    capture,
+    sample_units,
+    write_manifests,
+    write_run,
+)
 
 LENGTHS = [[3, 5], [30]]
 SHARD = "data/00000000/a0/z/c/0/0/0/0"
@@ -177,6 +183,22 @@ def test_a_folder_exchanged_for_a_link_after_it_was_used_is_gone_through_no_more
     assert (outside / rest).read_bytes() == b"theirs"
 
 
+def test_a_unit_of_which_nothing_is_stored_needs_no_folder(tmp_path, outside):
+    """So that a unit can be given up whose every object is in the way of something."""
+    objects, shape = LocalStore(tmp_path / "run"), SampleShape()
+    units = sample_units(shape, [[3], [0, 0], [2]])
+    write_manifests(objects, shape, [[3], [0, 0], [2]])
+    (tmp_path / "run/data").mkdir()
+    (tmp_path / "run/data/00000001").symlink_to(outside)
+    assert all(capture(objects, shape, unit).won for unit in units)
+    problems = verify_run(objects, deep=True).problems
+    assert [problem.name for problem in problems] == ["data/00000001"]
+    opened = open_run(objects.url)
+    assert opened.prompts["status"].to_pylist() == ["stored", "failed", "failed", "stored"]
+    assert opened.moments("z").sizes["layer"] == 2
+    assert files_in(outside) == ["manifest.json", "sub/b.txt"]
+
+
 TOP = ["checks", "commits", "data", "owners", "plan", "snapshots", "summaries", "weights", ".tmp"]
 
 
@@ -186,7 +208,7 @@ def test_a_verification_names_every_link(run, outside, name):
     if folder.exists():
         folder.rename(outside / "moved")
     folder.symlink_to(outside / "moved")
-    problems = verify_run(run).problems
+    problems = verify_run(LocalStore(run.url)).problems
     assert name in {problem.name for problem in problems}
     assert "link" in next(one.message for one in problems if one.name == name)
 
