@@ -196,8 +196,9 @@ def test_a_failing_put_fails_its_unit_alone(rank: Rank, tmp_path: Path) -> None:
     rank.step(Span(2, 0, 0, 6), Span(1, 0, 0, 6))
     assert_whole(rank, whole, rank.seal(1))
     report = rank.seal(2)
-    assert "FileExistsError" in report.error or "NotADirectoryError" in report.error
-    assert report.store_failed
+    assert "NotAFile" in report.error
+    # Another unit was stored meanwhile: what stands in one's way is no trouble of the store.
+    assert not report.store_failed
     assert broken.total_rows == 6
     assert report.objects == ()
 

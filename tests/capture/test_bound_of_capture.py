@@ -14,8 +14,10 @@ from jobs.status import read_status
 from store import keys
 from store.attempt import AttemptWriter
 from store.objects.open import open_store
+from store.plan_writer import write_segment
 from store.run_format import RunManifest
 from tests.capture.random_engine import start, task
+from tests.store.sample_run import plan_tables
 
 UNITS = 5
 SLOW = 0.1
@@ -49,6 +51,8 @@ def bound_of(folder: Path, results: list[UnitResult]) -> tuple[str, str]:
     objects = open_store(str(folder))
     run = RunManifest(run_id="0" * 16, created="", frozen={}, config={}, versions={})
     objects.put(keys.RUN, [run.to_bytes()])
+    tables = plan_tables([[60] * 4] * UNITS)
+    write_segment(objects, run_id=run.run_id, segment=0, **tables)
     found, in_status = find_bound(told), read_status(objects).bound
     assert found is not None
     assert in_status is not None
