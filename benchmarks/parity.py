@@ -6,9 +6,14 @@ Captures prompts of mixed lengths, all in flight and chunked over steps, reads t
 back through zarr-python, rebuilds the patterns, and compares every layer, head and position. Sites
 differ relative to the layer's largest value, patterns absolutely.
 
-float32     every head of every layer is within 1e-3 of the eager model in float32
-bfloat16    every head is at most twice as far from the eager model in float32 as the eager model in
-            bfloat16 is, plus 2^-7, one unit in the last place of bfloat16
+float32     every row of every head is within 1e-3 of the eager model in float32
+bfloat16    every head's rows are at most one and a half times as far from the eager model in
+            float32 as those of the eager model in bfloat16 are, plus 2^-8, half a unit in the last
+            place of bfloat16: by the root mean square over all rows but the 1% that are furthest
+            off in each, and by the median. A row of random tokens may lie where rounding decides
+            what a deep layer does, and then differs by as much as it is large, in either model and
+            not in the same rows.
+            `pattern @ v` is within 2^-7 of z in every row.
 
 On a GPU vLLM's default float32 attention kernel multiplies in tf32; `--attention-backend
 FLEX_ATTENTION` does not.
@@ -21,7 +26,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,6 +51,8 @@ SITES = ("rot_q", "rot_k", "v", "z")
 STEP_TOKENS = 512
 FLOAT32_BAR = 1e-3
 BFLOAT16_UNIT = 2.0**-7
+FURTHEST = 0.01
+"""Share of a head's rows that bfloat16's bar leaves out."""
 
 Heads = dict[str, np.ndarray]
 """What is compared -> float32 [heads, T, ...]."""
@@ -53,42 +60,91 @@ Heads = dict[str, np.ndarray]
 
 @dataclass(slots=True)
 class Worst:
-    """The largest differences seen, by what was compared: [layers, heads]."""
+    """The differences seen, by what was compared: [layers, heads, rows] of each prompt."""
 
-    stored: dict[str, np.ndarray] = field(default_factory=dict)
+    stored: dict[str, list[np.ndarray]] = field(default_factory=dict)
     """Stored rows against the eager model in float32."""
-    eager: dict[str, np.ndarray] = field(default_factory=dict)
+    eager: dict[str, list[np.ndarray]] = field(default_factory=dict)
     """The eager model in the run's dtype against itself in float32."""
     mixed: float = 0.0
     """`pattern @ v` from stored rows against the z stored beside them."""
 
-    def add(self, into: dict[str, np.ndarray], layers: list[Heads], truth: list[Heads]) -> None:
+    def add(
+        self, into: dict[str, list[np.ndarray]], layers: list[Heads], truth: list[Heads]
+    ) -> None:
         for what in truth[0]:
-            errors_LH = np.stack(
-                [_errors(what, g[what], t[what]) for g, t in zip(layers, truth, strict=True)]
+            into.setdefault(what, []).append(
+                np.stack(
+                    [_errors(what, g[what], t[what]) for g, t in zip(layers, truth, strict=True)]
+                )
             )
-            into[what] = np.maximum(into.get(what, errors_LH), errors_LH)
 
-    def failures(self, dtype: str, numbers: Sequence[int] | None = None) -> list[str]:
+    def failures(self, dtype: str, numbers: Sequence[int]) -> list[str]:
         """Return a line for each layer and head that is further off than it may be.
 
         `numbers` are the model's of the layers with attention, where not all have it.
         """
         lines = []
-        for what, stored_LH in self.stored.items():
-            bar_LH = np.full_like(stored_LH, FLOAT32_BAR)
-            if dtype == "bfloat16":
-                bar_LH = 2 * self.eager[what] + BFLOAT16_UNIT
-            for layer, head in np.argwhere(~(stored_LH <= bar_LH)):
-                off, allowed = stored_LH[layer, head], bar_LH[layer, head]
-                number = layer if numbers is None else numbers[layer]
-                lines.append(f"{what}, layer {number}, head {head}: {off:.2e} of {allowed:.2e}")
+        for what in self.stored:
+            stored_LHR, eager_LHR = _all(self.stored[what]), _all(self.eager[what])
+            for measure, of in MEASURES[dtype].items():
+                off_LH = of(stored_LHR)
+                bar_LH = np.full_like(off_LH, FLOAT32_BAR)
+                if dtype == "bfloat16":
+                    bar_LH = 1.5 * of(eager_LHR) + BFLOAT16_UNIT / 2
+                for layer, head in np.argwhere(~(off_LH <= bar_LH)):
+                    off, allowed = off_LH[layer, head], bar_LH[layer, head]
+                    where = f"{what}, layer {numbers[layer]}, head {head}"
+                    lines.append(f"{where}: {measure} {off:.2e} of {allowed:.2e}")
+        if not self.mixed <= (BFLOAT16_UNIT if dtype == "bfloat16" else FLOAT32_BAR):
+            lines.append(f"pattern @ v is off z by {self.mixed:.2e}")
         return lines
+
+    def shown(self) -> dict[str, dict[str, float]]:
+        """Return the worst head's figures, by measure and whose they are."""
+        return {
+            f"{measure}, {whose}": {
+                what: float(of(_all(errors)).max()) for what, errors in found.items()
+            }
+            for measure, of in ALL_MEASURES.items()
+            for whose, found in (("stored", self.stored), ("eager", self.eager))
+        }
+
+
+def _all(prompts: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(prompts, axis=-1)
+
+
+def _largest(errors_LHR: np.ndarray) -> np.ndarray:
+    return errors_LHR.max(axis=-1)
+
+
+def _most(errors_LHR: np.ndarray) -> np.ndarray:
+    kept = max(1, int(errors_LHR.shape[-1] * (1 - FURTHEST)))
+    nearest = np.sort(errors_LHR, axis=-1)[..., :kept]
+    off_LH = np.sqrt((nearest**2).mean(axis=-1))
+    return np.where(np.isnan(errors_LHR).any(axis=-1), np.nan, off_LH)
+
+
+def _median(errors_LHR: np.ndarray) -> np.ndarray:
+    return np.median(errors_LHR, axis=-1)
+
+
+ALL_MEASURES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "largest": _largest,
+    "99% of rows": _most,
+    "median": _median,
+}
+MEASURES = {
+    "float32": {"largest": _largest},
+    "bfloat16": {"99% of rows": _most, "median": _median},
+}
 
 
 def _errors(what: str, got_HTX: np.ndarray, want_HTX: np.ndarray) -> np.ndarray:
+    """Return each row's largest difference, [heads, rows]."""
     size = 1.0 if what == "pattern" else float(np.abs(want_HTX).max())
-    return np.abs(got_HTX - want_HTX).reshape(len(got_HTX), -1).max(axis=1) / size
+    return np.abs(got_HTX - want_HTX).max(axis=-1) / size
 
 
 def capture(options: argparse.Namespace, folder: Path) -> tuple[list[UnitTask], CaptureEngine]:
@@ -209,11 +265,7 @@ def main() -> None:
         layers, versions = list(engine.facts.model.layers), engine.facts.model.versions
         engine.shutdown()
         worst = compare(options, folder, tasks, layers)
-    shown = {
-        "stored": {what: float(off.max()) for what, off in worst.stored.items()},
-        "eager": {what: float(off.max()) for what, off in worst.eager.items()},
-        "pattern @ v": worst.mixed,
-    }
+    shown = {**worst.shown(), "pattern @ v": worst.mixed}
     rows = sum(len(prompt.token_ids) for task in tasks for prompt in task.prompts)
     print(
         f"{options.model} TP={options.tp} {options.dtype}, {options.prompts} prompts, {rows} rows"
