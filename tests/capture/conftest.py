@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ from tests.capture.hf_reference import HFReference
 from tests.capture.live_capture import Captured, LiveCapture, capture_live
 
 PROMPTS = Path(__file__).resolve().parents[2] / "examples" / "prompts.jsonl"
-FIRST_LAYERS = 6
 SMALL_STEPS = {"max_num_batched_tokens": 128}
 """Prompts are longer than a step, so that they are computed in pieces beside each other."""
 EVERYTHING = {
@@ -85,32 +83,13 @@ def smollm2_1(smollm2_on_1) -> Captured:
 
 
 @pytest.fixture(scope="session")
-def smollm2_start_dir(tmp_path_factory, smollm2_dir: Path) -> Path:
-    """SmolLM2's first layers: three ranks on two cores wait for each other twice a layer."""
-    from safetensors.numpy import load_file, save_file
-
-    folder = tmp_path_factory.mktemp("smollm2-start") / "model"
-    shutil.copytree(smollm2_dir, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    config = json.loads((folder / "config.json").read_text())
-    config["num_hidden_layers"] = FIRST_LAYERS
-    (folder / "config.json").write_text(json.dumps(config))
-    kept = {
-        name: tensor
-        for name, tensor in load_file(smollm2_dir / "model.safetensors").items()
-        if ".layers." not in name or int(name.split(".layers.")[1].split(".")[0]) < FIRST_LAYERS
-    }
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@pytest.fixture(scope="session")
-def smollm2_on_3(tmp_path_factory, smollm2_start_dir, smollm2_units) -> list[Captured]:
-    """The same prompts and SmolLM2's first layers on three ranks."""
+def smollm2_on_3(tmp_path_factory, smollm2_dir, smollm2_units) -> list[Captured]:
+    """The same prompts on three ranks."""
     folder = tmp_path_factory.mktemp("smollm2-3")
     return capture_live(
         [
-            _smollm2(folder / "run", smollm2_start_dir, smollm2_units, 3),
-            _going_on(folder / "generated", smollm2_start_dir, smollm2_units[0][:2], 3),
+            _smollm2(folder / "run", smollm2_dir, smollm2_units, 3),
+            _going_on(folder / "generated", smollm2_dir, smollm2_units[0][:2], 3),
         ]
     )
 
