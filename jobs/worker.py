@@ -14,9 +14,11 @@ import time
 import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 from capture.settings import UnitResult, UnitStatus
+from jobs.frozen import check_model
 from jobs.messages import UnitOrder, WorkerFacts, WorkerSpec, WorkReport
 from jobs.tasks import TaskReader
 from store import keys
@@ -50,8 +52,13 @@ class CaptureWorker:
         return str(ray.get_runtime_context().get_node_id())
 
     def start(self) -> WorkerFacts:
-        """Start the engine. What it raises ends the worker."""
+        """Start the engine. What it raises ends the worker.
+
+        Raises `FrozenFieldChanged` where the model's files are not those of the run, before the
+        engine is started or once it has loaded them.
+        """
         started = time.monotonic()
+        self._check_model("before the engine was started")
         self._engine = self._start_engine()
         return WorkerFacts(
             node=self.place(),
@@ -59,6 +66,12 @@ class CaptureWorker:
             engine=self._engine.facts,
             start_seconds=time.monotonic() - started,
         )
+
+    def _check_model(self, when: str) -> None:
+        if self._spec.model is not None:
+            check_model(
+                self._spec.model, self._spec.frozen, f"a worker on {gethostname()}, {when},"
+            )
 
     def work(self, order: UnitOrder | None) -> WorkReport:
         """Admit an order, then step the engine until a unit or a batch of one is finished.
@@ -139,6 +152,7 @@ class CaptureWorker:
 
         spec = self._spec
         engine = CaptureEngine.start(spec.engine, spec.capture, spec.location, spec.run_id)
+        self._check_model("after the engine had loaded its weights")
         if spec.self_check:
             self._self_check(engine)
         return engine

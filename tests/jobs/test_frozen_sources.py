@@ -21,9 +21,10 @@ from jobs.dry_run import preview
 from jobs.errors import ConfigError
 from jobs.estimate import Rates
 from jobs.event_log import EventLog
+from jobs.frozen import check_frozen, frozen_fields
 from jobs.local_files import BLOCK_BYTES, MIN_BLOCKS, STRETCH_BYTES, WHOLE_BYTES, blocks, sample
 from jobs.model_identity import content
-from jobs.prepare import check_frozen, create_run, find_run, frozen_fields, read_manifest
+from jobs.prepare import create_run, find_run, read_manifest
 from jobs.progress import progress_view
 from store import keys
 from store.errors import FrozenFieldChanged
