@@ -11,21 +11,26 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
+from capture.errors import CaptureStalled
 from capture.lanes import Answer, Broken, Lane, OnAnswer, Rows, SlabDone
 from capture.pattern_rows import bundles
 from capture.rows import UnitLayout
 from capture.shard_loop import (
+    AskUnit,
     FailUnit,
     Message,
     OpenUnit,
     PartReport,
+    PartState,
     SealUnit,
     Tap,
 )
@@ -78,6 +83,7 @@ class Assembly:
         self._lock = threading.Lock()
         self._broken: str | None = None
         self._todo: queue.SimpleQueue[Slab | Message | None] = queue.SimpleQueue()
+        self._states: queue.SimpleQueue[PartState] = queue.SimpleQueue()
         self._lanes = start_lanes(shares * self._num_groups, self._answered)
         self._dispatcher = threading.Thread(target=self._work, name="slab-dispatcher", daemon=True)
         self._dispatcher.start()
@@ -104,6 +110,27 @@ class Assembly:
         What it has written stays behind for gc, never committed.
         """
         self._todo.put(FailUnit(key, error))
+
+    def unit_error(self, key: int, seconds: float = 600.0) -> str | None:
+        """Return why the attempt has failed by all rows that were submitted; None if it has not.
+
+        Waits until the writers have taken them, so it is for units that run a few prompts at a
+        time. Raises the first error that belongs to no unit.
+        """
+        self._todo.put(AskUnit(key))
+        deadline = time.monotonic() + seconds
+        states: list[PartState] = []
+        while len(states) < self._group_size:
+            self.check()
+            with suppress(queue.Empty):
+                state = self._states.get(timeout=0.05)
+                states += [state] if state.key == key else []
+            if time.monotonic() > deadline:
+                raise CaptureStalled(
+                    f"the writers of rank {self.rank} did not take a batch's rows within "
+                    f"{seconds:.0f} s"
+                )
+        return next((state.error for state in states if state.error is not None), None)
 
     def submit(self, slab: Slab) -> None:
         """Take over a filled slab; it is released once every entry is placed or written."""
@@ -160,6 +187,8 @@ class Assembly:
             self._pool.release_number(answer.slab)
         elif isinstance(answer, Broken):
             self._break(answer.error)
+        elif isinstance(answer, PartState):
+            self._states.put(answer)
         else:
             with self._lock:
                 parts = self._parts.setdefault(answer.key, [])

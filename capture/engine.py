@@ -222,9 +222,10 @@ class CaptureEngine:
                     self._note(unit, finished)
                     if finished.error is not None:
                         self._engine.call("capture_fail_unit", finished.unit, finished.error)
+                    if finished.error is not None or self._batch_failed(finished.unit, unit):
                         self._engine.abort(finished.unit)
-                        unit.unfinished, unit.waiting = 0, []
-                    if not unit.unfinished:
+                        self._seal(finished.unit, failed=True)
+                    elif not unit.unfinished:
                         self._seal(finished.unit)
                     elif unit.waiting and not unit.running:
                         self._feed(finished.unit, unit)
@@ -310,9 +311,24 @@ class CaptureEngine:
                 finished.token_ids, strings, finished.logprobs, finished.reason
             )
 
-    def _seal(self, key: int) -> None:
+    def _batch_failed(self, key: int, unit: _InFlight) -> bool:
+        """Whether the batch that has just ended has failed its unit on any rank.
+
+        Asked only of units that run in batches, which is slow: else it would come out at the unit's
+        end alone, and nothing would tell whose fault it was.
+        """
+        if not unit.task.batch_prompts or unit.running:
+            return False
+        return any(error is not None for error in self._engine.call("capture_unit_error", key))
+
+    def _seal(self, key: int, *, failed: bool = False) -> None:
         unit = self._units[key]
-        unit.sealed, unit.reached = True, len(unit.task.prompts)
+        unit.sealed = True
+        if failed:
+            # `reached` stays where the batch began that failed.
+            unit.unfinished, unit.waiting = 0, []
+        else:
+            unit.reached = len(unit.task.prompts)
         final: UnitLayout | None = None
         if self._shape.settings.open_ended:
             # Only now it is known how many tokens each prompt got; the last has no row.

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Protocol
 
 from capture.settings import StoreLocation
-from capture.shard_loop import Message, PartReport, ShardLoop, Tap
+from capture.shard_loop import Message, PartReport, PartState, ShardLoop, Tap
 from capture.slabs import Entry, SlabMemory
 from store.codec import Codec
 from store.objects.open import open_store
@@ -67,7 +67,7 @@ class LaneStart:
 STOP = "stop"
 """The last message of a writer process."""
 
-Answer = PartReport | SlabDone | Broken
+Answer = PartReport | PartState | SlabDone | Broken
 OnAnswer = Callable[[Answer], None]
 
 
@@ -81,7 +81,7 @@ class Lane(Protocol):
 
 def serve(loop: ShardLoop, slabs: SlabMemory, message: Message | Rows, answer: OnAnswer) -> None:
     """Obey one message and answer; the same in a thread and in a process."""
-    part: PartReport | None = None
+    part: PartReport | PartState | None = None
     try:
         if isinstance(message, Rows):
             loop.place(message.entries, slabs.slab(message.slab))

@@ -305,6 +305,11 @@ class RankCapture:
         """Give up an attempt: its rows are still copied, then dropped; its report says `reason`."""
         self._writers.fail_unit(key, reason)
 
+    def unit_error(self, key: int) -> str | None:
+        """Return why an attempt has failed by all steps so far, once their rows are taken."""
+        self._staging.flush()
+        return self._writers.unit_error(key)
+
     def poll(self) -> list[RankReport]:
         """Return the reports that came since the last call; raise the first error of no unit."""
         self._writers.check()

@@ -84,7 +84,22 @@ class SealUnit:
     final: OpenUnit | None = None
 
 
-Message = OpenUnit | FailUnit | SealUnit
+@dataclass(frozen=True, slots=True)
+class AskUnit:
+    """Tell whether the attempt has failed by the rows that came so far."""
+
+    key: int
+
+
+Message = OpenUnit | FailUnit | SealUnit | AskUnit
+
+
+@dataclass(frozen=True, slots=True)
+class PartState:
+    """One writer's answer to `AskUnit`: the attempt's error, if it has one."""
+
+    key: int
+    error: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +210,8 @@ class ShardLoop:
             if tap.recipe is not None:
                 self._feeds |= {tap.recipe.q_tap: number, tap.recipe.k_tap: number}
 
-    def handle(self, message: Message) -> PartReport | None:
-        """Obey a message; a seal returns this writer's part of the report."""
+    def handle(self, message: Message) -> PartReport | PartState | None:
+        """Obey a message; a seal returns this writer's part of the report, a question its state."""
         match message:
             case OpenUnit():
                 self._units[message.layout.key] = _Unit(message, self.store)
@@ -205,6 +220,9 @@ class ShardLoop:
                     unit.fail(error)
             case SealUnit(key, final):
                 return self._seal(key, final)
+            case AskUnit(key):
+                asked = self._units.get(key)
+                return PartState(key, None if asked is None else asked.error)
         return None
 
     def place(self, entries: Sequence[Entry], slab: np.ndarray) -> None:

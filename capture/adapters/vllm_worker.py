@@ -90,6 +90,9 @@ class _CaptureRpc:
     def capture_fail_unit(self, key: int, reason: str) -> None:
         self._capture.fail_unit(key, reason)
 
+    def capture_unit_error(self, key: int) -> str | None:
+        return self._capture.unit_error(key)
+
     def capture_poll(self) -> list[RankReport]:
         return self._capture.poll()
 

@@ -15,8 +15,8 @@ from capture.adapters.vllm_engine import Finished
 from capture.assembly import RankReport
 from capture.commit_unit import CaptureShape
 from capture.engine import CaptureEngine
-from capture.rank import RankFacts
-from capture.rows import Positions
+from capture.rank import RankCapture, RankFacts
+from capture.rows import Positions, Run
 from capture.settings import (
     CaptureSettings,
     Generation,
@@ -26,6 +26,7 @@ from capture.settings import (
     UnitStatus,
     UnitTask,
 )
+from capture.shard_loop import ShardLoop
 from store.run_format import LayerSemantics, Site
 from tests.capture import random_engine
 
@@ -173,5 +174,54 @@ def test_a_unit_whose_requests_vllm_ends_fails_once_with_what_vllm_said(
     (result,) = results
     assert result.status is UnitStatus.FAILED
     assert result.error == "vLLM ended the request: abort"
+    assert not engine.step_engine.busy
+    engine.shutdown()
+
+
+def reached_when_it_failed(engine: CaptureEngine) -> tuple[int, UnitResult]:
+    """Run the only unit to its end; return how far it had come and its result."""
+    deadline, reached = time.monotonic() + 60, 0
+    results: list[UnitResult] = []
+    while engine.in_flight and time.monotonic() < deadline:
+        reached = max(reached, engine.prompts_finished(0))
+        results += engine.advance()
+    (result,) = results
+    return reached, result
+
+
+@pytest.mark.parametrize("where", ["in the step", "in a writer"])
+@pytest.mark.parametrize("bad", [0, 2, 3])
+def test_a_unit_that_runs_prompt_by_prompt_stops_at_the_one_that_fails_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, bad: int
+) -> None:
+    ran: list[int] = []
+    step, end_step = random_engine.RandomEngine.step, RankCapture.end_step
+
+    def noted(self: random_engine.RandomEngine) -> list[Finished]:
+        ran.extend(prompt for _, prompt, _ in self._queue)
+        return step(self)
+
+    def ends(self: RankCapture, error: str | None) -> None:
+        end_step(self, "the probe failed" if where == "in the step" and ran[-1] == bad else error)
+
+    place = ShardLoop._place_run
+
+    def placed(self: ShardLoop, unit: Any, tap: int, run: Run, staged: np.ndarray) -> None:
+        if where == "in a writer" and unit.layout.prompt_at(run.row)[0] == bad:
+            raise MemoryError("no room for it")
+        place(self, unit, tap, run, staged)
+
+    monkeypatch.setattr(random_engine.RandomEngine, "step", noted)
+    monkeypatch.setattr(RankCapture, "end_step", ends)
+    monkeypatch.setattr(ShardLoop, "_place_run", placed)
+    settings = CaptureSettings(host_bytes=16 << 20, slot_bytes=1 << 20)
+    engine = random_engine.start(tmp_path, settings)
+    engine.admit(replace(random_engine.task(0, 0, [3, 4, 5, 6]), batch_prompts=1))
+    reached, result = reached_when_it_failed(engine)
+    assert result.status is UnitStatus.FAILED
+    assert not result.store_failed
+    assert ("the probe failed" if where == "in the step" else "no room for it") in result.error
+    assert ran == list(range(bad + 1))
+    assert reached == bad
     assert not engine.step_engine.busy
     engine.shutdown()

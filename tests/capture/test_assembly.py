@@ -203,6 +203,23 @@ def test_a_failing_put_fails_its_unit_alone(rank: Rank, tmp_path: Path) -> None:
     assert report.objects == ()
 
 
+def test_a_unit_tells_before_its_end_that_it_has_failed(rank: Rank, tmp_path: Path) -> None:
+    rank.open(1, [6, 4])
+    rank.open(2, [6])
+    rank.open(3, [6])
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "00000002").write_text("in the way")
+    rank.assembly.fail_unit(3, "the probe failed")
+    assert rank.assembly.unit_error(2) is None
+    rank.step(Span(2, 0, 0, 6), Span(1, 0, 0, 6), Span(3, 0, 0, 6))
+    rank.staging.flush()
+    assert rank.assembly.unit_error(1) is None
+    assert "NotAFile" in (rank.assembly.unit_error(2) or "")
+    assert rank.assembly.unit_error(3) == "the probe failed"
+    rank.step(Span(1, 1, 0, 4))
+    assert rank.seal(1).error is None
+
+
 def test_rows_of_a_failed_unit_go_nowhere(rank: Rank) -> None:
     rank.open(1, [6])
     kept = rank.open(2, [6])
