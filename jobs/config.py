@@ -216,8 +216,8 @@ class GenerateConfig(Section):
 
     tokens: Annotated[int, Field(ge=0), FROZEN] = 0
     """The most tokens after each prompt; 0 reads prompts without continuing them."""
-    temperature: Annotated[float, Field(ge=0), FROZEN] = 0.0
-    """0 takes the likeliest token each time."""
+    temperature: Annotated[float, Field(ge=0, le=2), FROZEN] = 0.0
+    """0 takes the likeliest token each time; vLLM allows up to 2."""
     top_p: Annotated[float, Field(gt=0, le=1), FROZEN] = 1.0
     top_k: Annotated[int, Field(ge=0), FROZEN] = 0
     """0: all tokens."""

@@ -260,9 +260,13 @@ class Dispatcher:
         self._forget(event.worker)
         self._pause_spawning(now)
         self._count(Event.START_FAILED)
-        if not innocent and self._guard.start_failed():
+        if not innocent and self._guard.start_failed() and not self._any_ready:
             message = f"no worker would start; the last error:\n{event.error}"
             self.end(Event.NO_WORKERS, message, now)
+
+    @property
+    def _any_ready(self) -> bool:
+        return any(worker.phase is Phase.READY for worker in self.workers.values())
 
     def _reported(self, number: WorkerId, worker: Worker, report: WorkReport, now: float) -> None:
         worker.calls -= 1
@@ -420,7 +424,7 @@ class Dispatcher:
 
     def _check_shortage(self, now: float) -> None:
         """Fewer workers than the config's least for too long: the cluster cannot hold them."""
-        ready = sum(1 for worker in self.workers.values() if worker.phase is Phase.READY)
+        ready = sum(worker.phase is Phase.READY for worker in self.workers.values())
         needed = min(self._limits.lowest, self._schedule.num_missing)
         placed = any(worker.phase is Phase.STARTING for worker in self.workers.values())
         if ready >= needed or placed or self.ending is not None:

@@ -52,7 +52,7 @@ from jobs.watch import Watch
 from jobs.worker import CaptureWorker
 from store import keys
 from store.commit import begin_repair
-from store.errors import DamagedObject, FrozenFieldChanged, ObjectExists, StoreError
+from store.errors import DamagedObject, FrozenFieldChanged, ObjectExists, StoreError, is_outage
 from store.objects.open import open_store
 from store.objects.protocol import ObjectStore
 from store.run_format import ModelManifest
@@ -108,14 +108,15 @@ def run(
         raise ConfigError("--deep says how --repair looks for damage: give --repair too")
     location = config.location()
     objects = open_store(location.url, location.options)
-    prepared = find_run(objects, config)
-    if prepared is not None and not options.extend:
-        _check_source(config, prepared, log)
-        if not options.repair and committed_mask(objects, prepared).all():
-            return _nothing_to_do(objects, prepared, log)
-    owner = RunOwner.claim(
-        objects, take_over=options.take_over, tell=lambda m: log("waiting", why=m)
-    )
+    with _outages():
+        prepared = find_run(objects, config)
+        if prepared is not None and not options.extend:
+            _check_source(config, prepared, log)
+            if not options.repair and committed_mask(objects, prepared).all():
+                return _nothing_to_do(objects, prepared, log)
+        owner = RunOwner.claim(
+            objects, take_over=options.take_over, tell=lambda m: log("waiting", why=m)
+        )
     try:
         # Another driver may have made, extended or finished the run until the claim.
         before, prepared = prepared, find_run(objects, config)
@@ -137,7 +138,8 @@ def run(
     finally:
         with suppress(StoreError):  # Without a goodbye the next driver only waits a little.
             owner.release()
-    status = _sound_status(objects)
+    with _outages():
+        status = _sound_status(objects)
     if not status.complete:
         # The store has the last word, whatever workers reported.
         missing = status.units_planned - status.units_committed - status.units_quarantined
@@ -146,6 +148,19 @@ def run(
             f"in {objects.url}; run the same command again"
         )
     return RunOutcome(status, prepared.manifest.run_id, bound)
+
+
+@contextmanager
+def _outages() -> Iterator[None]:
+    """Say of an outage before or after the work that running again goes on, as one within it."""
+    try:
+        yield
+    except StoreError as error:
+        if is_outage(error):
+            raise RunInterrupted(
+                f"the store failed under the driver: {error}; run the same command again later"
+            ) from error
+        raise
 
 
 def _nothing_to_do(objects: ObjectStore, prepared: PreparedRun, log: EventLog) -> RunOutcome:

@@ -23,7 +23,7 @@ from jobs.messages import UnitOrder, WorkerFacts, WorkerSpec, WorkReport
 from jobs.tasks import TaskReader
 from store import keys
 from store.checks import SelfCheckFigures, self_check_key
-from store.errors import ObjectExists, RunError, StoreError, is_store_trouble
+from store.errors import ObjectExists, ObjectNotFound, RunError, StoreError, is_store_trouble
 from store.objects.local import LocalStore
 from store.objects.open import open_store
 from store.objects.probe import takes_objects
@@ -129,7 +129,8 @@ class CaptureWorker:
                 order.attempt,
                 UnitStatus.FAILED,
                 error=traceback.format_exc(limit=-6),
-                store_failed=is_store_trouble(raised),
+                # The plan was there when the run began.
+                store_failed=is_store_trouble(raised) or isinstance(raised, ObjectNotFound),
             )
         if order.batch_prompts:
             self._batched[order.unit] = 0

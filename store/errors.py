@@ -76,6 +76,10 @@ class StoreError(OSError):
     """An object store did not do what was asked."""
 
 
+class StoreRefused(StoreError):
+    """A store serves this only when somebody changes something: no permission, no such bucket."""
+
+
 class ObjectNotFound(StoreError, FileNotFoundError):
     """There is no object of this name."""
 
@@ -100,6 +104,8 @@ _ABOUT_ONE_NAME = (ObjectNotFound, ObjectExists, NotAFile, CannotList, StoreNotA
 
 _OF_ONE_NAME = frozenset({errno.EISDIR, errno.ELOOP, errno.EMLINK, errno.ENAMETOOLONG, errno.EFBIG})
 
+_NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST})
+
 _TROUBLE = frozenset(
     getattr(errno, name)
     for name in (
@@ -108,6 +114,12 @@ _TROUBLE = frozenset(
         "ENETDOWN",
     )
 )  # fmt: skip
+
+
+def is_outage(error: BaseException) -> bool:
+    """Return whether a store that was used just now may work again if it is left alone."""
+    refused = isinstance(error, StoreRefused) or getattr(error, "errno", None) in _NOT_ALLOWED
+    return is_store_trouble(error) and not refused
 
 
 def is_store_trouble(error: BaseException) -> bool:

@@ -15,7 +15,7 @@ import fsspec
 from fsspec.implementations.memory import MemoryFileSystem
 from typing_extensions import Buffer
 
-from store.errors import DamagedObject, ObjectExists, ObjectNotFound, StoreError
+from store.errors import DamagedObject, ObjectExists, ObjectNotFound, StoreError, StoreRefused
 from store.keys import checked_name
 from store.objects.protocol import ByteRange, ObjectInfo
 
@@ -53,7 +53,7 @@ class FsspecStore:
         """Return the whole file; its size is asked first."""
         size = self.size(name)
         if size > max_bytes:
-            raise StoreError(f"{self.url}: {name} has {size} bytes, {max_bytes} are allowed")
+            raise StoreRefused(f"{self.url}: {name} has {size} bytes, {max_bytes} are allowed")
         data = bytes(self._files()[0].cat_file(self._path(name)))
         if len(data) != size:
             raise StoreError(f"{self.url}: {name} broke off after {len(data)} of {size} bytes")
@@ -122,7 +122,9 @@ class FsspecStore:
                 files, root = fsspec.core.url_to_fs(self._address, **self._options)
             except (ValueError, ImportError) as error:
                 scheme = urlsplit(self._address).scheme
-                raise StoreError(f"{self.url}: no back end for {scheme} URLs ({error})") from error
+                raise StoreRefused(
+                    f"{self.url}: no back end for {scheme} URLs ({error})"
+                ) from error
             self._opened = (files, root.rstrip("/"))
         return self._opened
 
@@ -132,7 +134,7 @@ class FsspecStore:
     def _writable(self) -> Any:
         files = self._files()[0]
         if not isinstance(files, MemoryFileSystem):
-            raise StoreError(
+            raise StoreRefused(
                 f"{self.url} can only be read: {type(files).__name__} does not promise that one of "
                 "several writers wins; write to a folder, s3://, gs:// or az://"
             )

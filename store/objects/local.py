@@ -25,7 +25,15 @@ from pathlib import Path
 
 from typing_extensions import Buffer
 
-from store.errors import DamagedObject, NotAFile, ObjectExists, ObjectNotFound, RunError, StoreError
+from store.errors import (
+    DamagedObject,
+    NotAFile,
+    ObjectExists,
+    ObjectNotFound,
+    RunError,
+    StoreError,
+    StoreRefused,
+)
 from store.keys import checked_name
 from store.objects.protocol import ByteRange, ObjectInfo
 from store.objects.real_folders import RealFolders, opened_folder, refuse_link
@@ -87,7 +95,9 @@ class LocalStore:
         """Return the whole file, its size checked before anything is read."""
         with self._opened(name) as (descriptor, size):
             if size > max_bytes:
-                raise StoreError(f"{self._root}: {name} has {size} bytes, {max_bytes} are allowed")
+                raise StoreRefused(
+                    f"{self._root}: {name} has {size} bytes, {max_bytes} are allowed"
+                )
             return _read_exactly(descriptor, ByteRange(0, size), name)
 
     def get_ranges(self, name: str, ranges: Sequence[ByteRange]) -> list[bytes]:

@@ -31,7 +31,14 @@ from obstore import exceptions
 from obstore import store as obstores
 from typing_extensions import Buffer
 
-from store.errors import CannotList, DamagedObject, ObjectExists, ObjectNotFound, StoreError
+from store.errors import (
+    CannotList,
+    DamagedObject,
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+    StoreRefused,
+)
 from store.keys import checked_name
 from store.objects.protocol import ByteRange, ObjectInfo
 from store.objects.retry import DEFAULT_ATTEMPTS, DEFAULT_SECONDS, RetryPolicy, Transient
@@ -101,12 +108,13 @@ class ObstoreStore:
         views = [memoryview(part).cast("B") for part in parts]
         total = sum(view.nbytes for view in views)
         if total > MULTIPART_BYTES:
-            self._call(name, lambda client: self._put_in_parts(client, name, views))
+            self._call(name, lambda client: self._put_in_parts(client, name, views), of_place=True)
             return
         whole = views[0] if len(views) == 1 else memoryview(b"".join(views))
         self._call(
             name,
             lambda client: obstore.put(client, checked_name(name), whole, use_multipart=False),
+            of_place=True,
         )
 
     def create(self, name: str, data: Buffer) -> None:
@@ -125,7 +133,7 @@ class ObstoreStore:
                 conflict = StoreError(f"{self.url}: {name} is in conflict, but nobody wrote it")
                 raise Transient from conflict
 
-        self._call(name, conditional_put)
+        self._call(name, conditional_put, of_place=True)
 
     def get(self, name: str, *, max_bytes: int) -> bytes:
         """Return the whole object from one request, its size checked before its body is read."""
@@ -134,7 +142,7 @@ class ObstoreStore:
             answer = obstore.get(client, checked_name(name))
             size = answer.meta["size"]
             if size > max_bytes:
-                raise StoreError(f"{self.url}: {name} has {size} bytes, {max_bytes} are allowed")
+                raise StoreRefused(f"{self.url}: {name} has {size} bytes, {max_bytes} are allowed")
             data = answer.bytes().to_bytes()
             if len(data) != size:
                 short = StoreError(
@@ -237,7 +245,7 @@ class ObstoreStore:
                 found = next(iter(pages), [])
             return [ObjectInfo(entry["path"], entry["size"], _stamp(entry)) for entry in found]
 
-        return self._call(folder or "the run", fetch)
+        return self._call(folder or "the run", fetch, of_place=True)
 
     def _exists(self, client: Any, name: str) -> bool:
         try:
@@ -257,21 +265,28 @@ class ObstoreStore:
 
     def _refuse_if_read_only(self) -> None:
         if self._scheme in ("http", "https"):
-            raise StoreError(f"{self.url} can only be read; write to a bucket or a folder")
+            raise StoreRefused(f"{self.url} can only be read; write to a bucket or a folder")
 
-    def _call(self, name: str, operation: Callable[[Any], T]) -> T:
+    def _call(self, name: str, operation: Callable[[Any], T], *, of_place: bool = False) -> T:
+        """Do it, again where that may help; `of_place`: only the place itself can be missing."""
+
         def once() -> T:
             try:
                 return operation(self._open())
             except FileNotFoundError as error:
+                if of_place:
+                    raise StoreRefused(
+                        f"{self.url}: the server knows no such bucket or container "
+                        f"({_summary(error)}); create it, or correct the URL"
+                    ) from None
                 raise ObjectNotFound(f"{self.url}: there is no {name}") from error
             except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-                raise StoreError(
+                raise StoreRefused(
                     f"{self.url}: not allowed to use {name} ({_summary(error)}); check the storage "
                     "options and credentials"
                 ) from None
             except (exceptions.InvalidPathError, exceptions.NotSupportedError) as error:
-                raise StoreError(f"{self.url}: {name}: {_summary(error)}") from None
+                raise StoreRefused(f"{self.url}: {name}: {_summary(error)}") from None
             except exceptions.BaseError as error:
                 raise Transient from StoreError(f"{self.url}: {name}: {_summary(error)}")
 
@@ -322,7 +337,7 @@ class ObstoreStore:
         try:
             return make(self._address, client_options=client_options, **arguments)
         except (exceptions.BaseError, ValueError, TypeError) as error:
-            raise StoreError(
+            raise StoreRefused(
                 f"{self.url}: {_summary(error)}; check the URL and the storage options"
             ) from None
 
@@ -335,14 +350,16 @@ def _credential_provider(provider: Any) -> Any:
     if not isinstance(provider, str):
         return provider
     if provider not in CREDENTIAL_PROVIDERS:
-        raise StoreError(
+        raise StoreRefused(
             f"no credential provider is called {provider!r}: {', '.join(CREDENTIAL_PROVIDERS)} are"
         )
     module, name = CREDENTIAL_PROVIDERS[provider]
     try:
         return getattr(importlib.import_module(module), name)()
     except ImportError as error:
-        raise StoreError(f"the credential provider {provider!r} needs a package: {error}") from None
+        raise StoreRefused(
+            f"the credential provider {provider!r} needs a package: {error}"
+        ) from None
 
 
 def _endpoint_variable() -> str | None:

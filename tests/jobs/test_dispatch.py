@@ -238,3 +238,43 @@ def test_what_befalls_a_unit_is_logged_with_unit_attempt_worker_and_rank() -> No
     fields = dict(said)["worker lost: engine died"]
     named = ("units", "attempts", "worker", "rank")
     assert [fields[name] for name in named] == [[second.unit], [second.attempt], 0, 1]
+
+
+def test_a_node_where_nothing_starts_ends_no_run_that_others_go_on_with() -> None:
+    drive, pool, schedule, log = dispatcher([1] * 40, lowest=1, highest=2)
+    now = 0.0
+    failed = 0
+    while not drive.finished and now < 10_000:
+        drive.step(now, 0)
+        now += 1
+        if now == 1:
+            pool.start(0)
+        for worker in drive.workers:
+            if worker > 0:
+                failed += 1
+                pool.events.append(messages.StartFailed(worker, "ECC", messages.LossCause.DIED))
+        if order := next((o for o in pool.orders(0) if not schedule.is_done(o.unit)), None):
+            pool.commit(0, order, stored=1)
+    assert failed > 3
+    assert schedule.num_missing == 0
+    assert "ending" not in log
+
+
+def test_nobody_left_and_nothing_that_starts_ends_the_run() -> None:
+    drive, pool, schedule, _ = dispatcher([1] * 8, lowest=1, highest=1)
+    drive.step(0, 0)
+    pool.start(0)
+    drive.step(1, 0)
+    drive.step(2, 0)
+    pool.commit(0, pool.orders(0)[0])
+    pool.events.append(messages.Lost(0, messages.LossCause.DIED, "gone"))
+    now, failed = 3.0, 0
+    while not drive.finished and now < 10_000:
+        drive.step(now, 0)
+        now += 1
+        for worker in drive.workers:
+            failed += 1
+            pool.events.append(messages.StartFailed(worker, "ECC", messages.LossCause.DIED))
+    assert failed == 3
+    assert "no worker would start" in str(drive.ending)
+    assert schedule.num_missing == 7

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -35,6 +36,7 @@ from jobs.prepare import read_manifest
 from jobs.snapshots import SnapshotKeeper
 from jobs.status import read_status
 from store.commit import committed_units, read_commit
+from store.errors import StoreError, StoreRefused
 from store.objects.open import open_store
 from store.snapshot import find_committed
 from store.verify import verify_run
@@ -331,3 +333,39 @@ def test_a_driver_that_was_taken_over_drains_and_says_by_whom(
     status = read_status(open_store(config.output))
     assert 0 < status.units_committed < status.units_planned
     assert len(drive.events("assigned")) == status.units_committed
+
+
+@pytest.mark.parametrize("call", ["find_run", "read_status"])
+def test_an_outage_before_or_after_the_work_says_to_run_again(
+    drive: Driven, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    def away(*_: object) -> None:
+        raise StoreError("connection refused")
+
+    monkeypatch.setattr(jobs.driver, call, away)
+    with pytest.raises(RunInterrupted, match=r"connection refused.*run the same command again"):
+        drive(drive.config(TEXTS))
+
+
+def test_a_store_that_is_full_when_a_run_is_claimed_says_to_run_again(
+    drive: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        error = StoreError("No space left on device")
+        error.errno = errno.ENOSPC
+        raise error
+
+    monkeypatch.setattr(RunOwner, "claim", full)
+    with pytest.raises(RunInterrupted, match="No space left"):
+        drive(drive.config(TEXTS))
+
+
+def test_what_only_a_person_can_change_is_no_outage(
+    drive: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(*_: object) -> None:
+        raise StoreRefused("not allowed to use run.json")
+
+    monkeypatch.setattr(jobs.driver, "find_run", denied)
+    with pytest.raises(StoreRefused):
+        drive(drive.config(TEXTS))

@@ -29,6 +29,7 @@ class Fault(Enum):
     TRUNCATED = "the body breaks off"
     STALLED = "no answer for longer than the time-out, without effect"
     DENIED = "403, without effect"
+    NO_BUCKET = "404, of the bucket, without effect"
 
 
 @dataclass
@@ -118,9 +119,11 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is Fault.DROPPED:
             self.close_connection = True
             return None
-        if fault in (Fault.CONFLICT, Fault.UNAVAILABLE, Fault.DENIED):
-            code = {Fault.CONFLICT: 409, Fault.UNAVAILABLE: 503, Fault.DENIED: 403}[fault]
-            return self._answer(code, b"<Error><Code>Injected</Code></Error>")
+        codes = {
+            Fault.CONFLICT: 409, Fault.UNAVAILABLE: 503, Fault.DENIED: 403, Fault.NO_BUCKET: 404,
+        }  # fmt: skip
+        if fault in codes:
+            return self._answer(codes[fault], b"<Error><Code>Injected</Code></Error>")
         status, data, headers = act()
         if fault is Fault.UNAVAILABLE_AFTER:
             return self._answer(503, b"<Error><Code>Injected</Code></Error>")

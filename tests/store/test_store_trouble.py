@@ -18,6 +18,8 @@ from store.errors import (
     ObjectNotFound,
     StoreError,
     StoreNotAtomic,
+    StoreRefused,
+    is_outage,
     is_store_trouble,
 )
 from store.objects.local import LocalStore
@@ -32,6 +34,7 @@ def with_errno(error: StoreError, number: int) -> StoreError:
     ("error", "trouble"),
     [
         (StoreError("put of data/x failed"), True),
+        (StoreRefused("credentials that have expired"), True),
         (OSError(errno.ENOSPC, "No space left on device"), True),
         (OSError(errno.EROFS, "Read-only file system"), True),
         (OSError(errno.EIO, "Input/output error"), True),
@@ -56,6 +59,23 @@ def with_errno(error: StoreError, number: int) -> StoreError:
 )
 def test_each_error_by_its_type(error: Exception, trouble: bool) -> None:
     assert is_store_trouble(error) is trouble
+
+
+@pytest.mark.parametrize(
+    ("error", "outage"),
+    [
+        (StoreError("503"), True),
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (with_errno(StoreError("full"), errno.ENOSPC), True),
+        (StoreRefused("not allowed"), False),
+        (with_errno(StoreError("no leave"), errno.EACCES), False),
+        (with_errno(StoreError("a file is in the way"), errno.ENOTDIR), False),
+        (ObjectNotFound("not there"), False),
+        (DamagedObject("cut short"), False),
+    ],
+)
+def test_an_outage_may_end_by_itself(error: Exception, outage: bool) -> None:
+    assert is_outage(error) is outage
 
 
 def test_an_error_that_is_caused_by_a_failing_store_is_judged_by_itself() -> None:

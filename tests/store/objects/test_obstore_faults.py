@@ -11,8 +11,15 @@ import pytest
 
 from store import keys
 from store.commit import commit_unit, read_commit
-from store.errors import DamagedObject, ObjectExists, StoreError
-from store.objects.obstore_store import ObstoreStore
+from store.errors import (
+    DamagedObject,
+    ObjectExists,
+    ObjectNotFound,
+    StoreError,
+    StoreRefused,
+    is_store_trouble,
+)
+from store.objects.obstore_store import MULTIPART_BYTES, ObstoreStore
 from store.objects.protocol import ByteRange
 from tests.store.fault_server import Fault, fault_server
 from tests.store.test_snapshot import small_commit
@@ -106,6 +113,24 @@ def test_no_permission_is_said_at_once_and_without_secrets(server, objects):
         objects.get("a", max_bytes=1)
     assert len(server.requests) == 1
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "said", "use"),
+    [
+        ("PUT", "no such bucket", lambda objects: objects.put("a", [b"x"])),
+        ("PUT", "no such bucket", lambda objects: objects.create("a", b"x")),
+        ("POST", "404", lambda objects: objects.put("a", [bytes(MULTIPART_BYTES + 1)])),
+        ("GET", "404", lambda objects: list(objects.list("data/"))),
+    ],
+)
+def test_a_bucket_that_is_gone_is_no_missing_object(server, objects, method, said, use):
+    server.plan(method, *[Fault.NO_BUCKET] * 9)
+    with pytest.raises(StoreError, match=said) as caught:
+        use(objects)
+    assert isinstance(caught.value, StoreRefused) is (method == "PUT")
+    assert is_store_trouble(caught.value)
+    assert not isinstance(caught.value, ObjectNotFound)
 
 
 def test_credentials_that_expire_in_mid_run_are_renewed(server):
