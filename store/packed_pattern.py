@@ -62,7 +62,8 @@ def pack_query_rows(pattern_NQK: NDArray[Any], first: int, dtype: str) -> NDArra
     """Return [..., N, E] of `dtype`: the entries of query rows from `first`, ready to be stored.
 
     Keys begin with position 0 and hold at least those up to the last query. Goes row by row: that
-    takes half the time that picking the triangle by a mask does.
+    takes half the time that picking the triangle by a mask does. Raises `ValueError` for a value
+    that is not finite where `dtype` has none: no byte says "not a number".
     """
     queries = pattern_NQK.shape[-2]
     packed_NE = np.empty(
@@ -74,6 +75,12 @@ def pack_query_rows(pattern_NQK: NDArray[Any], first: int, dtype: str) -> NDArra
         values_NK = pattern_NQK[..., row, :seen]
         if dtype == "uint8":
             values_NK = np.rint(values_NK.astype(np.float32) * UINT8_STEPS)
+            if not np.isfinite(values_NK).all():
+                raise ValueError(
+                    f"the pattern of query position {first + row} is not finite, which uint8 "
+                    "cannot hold: the model's rot_q or rot_k are NaN or infinite there; choose "
+                    "float16, bfloat16 or float32 as the dtype of stored patterns"
+                )
         packed_NE[..., entry : entry + seen] = values_NK
         entry += seen
     return packed_NE

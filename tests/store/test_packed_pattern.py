@@ -55,6 +55,17 @@ def test_bytes_are_off_by_at_most_the_stated_error():
     assert 0 < error <= UINT8_WORST_ERROR + 1e-7
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_never_a_byte(bad):
+    pattern_NQK = np.tril(np.full((2, 3, 3), 0.5, np.float32))
+    pattern_NQK[1, 2, 1] = bad
+    with pytest.raises(ValueError, match="query position 2 is not finite"):
+        pack_pattern(pattern_NQK, "uint8")
+    for dtype in ("float16", "bfloat16", "float32"):
+        packed_NE = pack_pattern(pattern_NQK, dtype)
+        assert not np.isfinite(unpack_pattern(packed_NE, 3)[1, 2, 1])
+
+
 def test_what_is_no_causal_pattern_is_refused():
     with pytest.raises(ValueError, match="looks ahead"):
         pack_pattern(np.ones((1, 3, 3), np.float32), "float32")
