@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from obstore import store as obstores
@@ -15,6 +16,7 @@ from store.objects.local import LocalStore
 from store.objects.obstore_store import ObstoreStore
 from store.objects.open import open_store
 from store.objects.probe import probe_create_only
+from tests.store.served import served
 
 
 def test_urls_find_their_back_ends(tmp_path, monkeypatch):
@@ -32,6 +34,48 @@ def test_urls_find_their_back_ends(tmp_path, monkeypatch):
 def test_a_url_that_nobody_serves(tmp_path):
     with pytest.raises(StoreError, match="no back end for gopher"):
         open_store("gopher://host/run").get("run.json", max_bytes=10)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://b/exp#2", "s3://b/exp?x=1", "gs://b/exp?", "memory://x#1", "file:///data/run#2",
+        "file:///data/run?x", "s3://b/a/../c", "s3://b/./c", "s3://b/%2e%2e/c", "s3://b/a%2Fb",
+        "file:///data/a%2Fb", "file://data/run", "https://host/run#2", "https://host/a/../run?k=v",
+    ],
+)  # fmt: skip
+def test_a_url_that_would_mean_another_run_is_refused(url):
+    with pytest.raises(StoreError, match="would") as caught:
+        open_store(url)
+    assert "k=v" not in str(caught.value)
+
+
+def test_characters_that_are_honoured(tmp_path):
+    for name in ("run#1", "a?b", "a%20b"):
+        assert open_store(str(tmp_path / name)).url == str(tmp_path / name)
+    assert open_store("file:///data/run%232").url == "/data/run#2"
+    for url in ("memory://x/run%231", "memory://x/run"):
+        open_store(url).put("x", [url.encode()])
+    assert open_store("memory://x/run").get("x", max_bytes=99) == b"memory://x/run"
+
+
+def test_a_web_servers_query_is_sent_with_every_request():
+    asked: list[str] = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", "1")
+            self.end_headers()
+            self.wfile.write(b"1")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with served(ThreadingHTTPServer(("127.0.0.1", 0), Answers)) as host:
+        open_store(f"http://{host}/run?sig=a%2Fb", {"attempts": 1}).get("run.json", max_bytes=9)
+    assert asked == ["/run/run.json?sig=a%2Fb"]
 
 
 def test_memory_is_one_place_per_url():
