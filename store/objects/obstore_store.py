@@ -197,7 +197,14 @@ class ObstoreStore:
             raise CannotList(f"{self.url} is a web server, which cannot list what it serves")
         folder = checked_name(prefix[:-1]) if prefix else None
         page = self._page(folder, after or None)
+        ends: set[str] = set()
         while page:
+            if page[-1].name in ends:
+                raise StoreError(
+                    f"{self.url}: its listing does not go on after {page[-1].name}: the server "
+                    "ignores `start-after`; copy the run to a folder or to another service"
+                )
+            ends.add(page[-1].name)
             # obstore drops an offset's final slash, so a listing may begin a little too early.
             yield from (info for info in page if info.name > after)
             if len(page) < PAGE_OBJECTS:

@@ -153,6 +153,23 @@ def test_a_listing_goes_on_while_pages_are_full(objects, monkeypatch):
     assert sorted(info.name for info in objects.list("a/")) == names[:4]
 
 
+def test_a_listing_that_does_not_go_on_is_an_error(monkeypatch):
+    objects = ObstoreStore("memory://no-offsets/run")
+    for number in range(3):
+        objects.put(f"commits/{number}", [b"x"])
+    monkeypatch.setattr(obstore_store, "PAGE_OBJECTS", 3)
+    list_all = obstore_store.obstore.list
+
+    def without_offset(*of, offset, **more):
+        return list_all(*of, **more)
+
+    monkeypatch.setattr(obstore_store.obstore, "list", without_offset)
+    listing = objects.list("commits/")
+    assert [next(listing).name for _ in range(3)] == ["commits/0", "commits/1", "commits/2"]
+    with pytest.raises(StoreError, match="does not go on after commits/2"):
+        next(listing)
+
+
 def test_a_short_listing_is_one_request(monkeypatch):
     objects, pages = ObstoreStore("memory://short/listing"), []
     monkeypatch.setattr(
