@@ -165,6 +165,17 @@ PARTS: tuple[Part, ...] = (
         platform="cpu",
     ),
     Part(f"{_CPU_RUNNER}:CPUModelRunner", "joined with nnsight's runner", platform="cpu"),
+    Part(
+        f"{_CPU_RUNNER}:CPUModelRunner._zero_block_ids",
+        "zeroes blocks of KV cache that a request is given",
+        takes=("block_ids",),
+        platform="cpu",
+    ),
+    Part(
+        "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
+        "is set, so that given blocks are zeroed",
+        platform="cpu",
+    ),
 )
 
 

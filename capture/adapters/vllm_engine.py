@@ -191,11 +191,25 @@ def start_engine(settings: EngineSettings, capture: CaptureSettings | None) -> S
     from nnsight.modeling.vllm import VLLM
 
     check_contract()
+    _zero_new_blocks()
     VLLM._WORKER_CLS = WORKER_CLASS
     # Modules stay: each of ten collections while vLLM starts takes 0.4 s to look through them.
     gc.freeze()
     model = VLLM(settings.model, dispatch=True, **engine_arguments(settings, capture))
     return StepEngine(model, None if capture is None else capture.generation)
+
+
+def _zero_new_blocks() -> None:
+    """Let vLLM zero every block of KV cache that it gives to a request, as for mixed models.
+
+    The CPU's attention kernel multiplies what lies behind a prompt's last row by a probability of
+    0, so a NaN that another prompt left there would come out in its rows. GPU kernels mask it.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    if current_platform.is_cpu():
+        KVCacheConfig.needs_kv_cache_zeroing = property(lambda _: True)
 
 
 def model_config(settings: EngineSettings) -> dict[str, Any]:
