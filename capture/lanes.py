@@ -97,6 +97,11 @@ def serve(loop: ShardLoop, slabs: SlabMemory, message: Message | Rows, answer: O
         answer(part)
 
 
+SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+"""For writer processes: one each for a core's work, with as many threads in BLAS as the host has
+cores, would wait for each other in every small product of a stored pattern."""
+
+
 class ThreadLane:
     """A writer in a thread of this process."""
 
@@ -125,7 +130,11 @@ class ProcessLane:
 
     def __init__(self, number: int, start: LaneStart, slabs: SlabMemory) -> None:
         ours, theirs = Pipe()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            **SINGLE_THREADED,
+        }
         self.number, self.stopped = number, False
         self.process = subprocess.Popen(
             [

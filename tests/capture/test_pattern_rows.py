@@ -277,3 +277,32 @@ def test_rows_computed_again_after_the_pattern_fail_the_unit(make_rank) -> None:
     rank.step(Span(0, 1, 0, 9))
     rank.step(Span(0, 1, 0, 9), Span(0, 0, 0, 20))
     assert "computed again after its pattern was made" in (rank.seal().error or "")
+
+
+def test_a_writer_process_has_one_thread_in_blas(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writers would wait for each other: 14 of them beside a GPU, with a thread a core each."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    rank = Rank(tmp_path, True, PLAIN)
+    for lane in rank.assembly._lanes:
+        told = Path(f"/proc/{lane.process.pid}/environ").read_bytes().split(b"\0")
+        assert {b"OMP_NUM_THREADS=1", b"OPENBLAS_NUM_THREADS=1"} <= set(told)
+        assert b"OMP_NUM_THREADS=16" not in told
+    rank.assembly.close()
+
+
+def test_short_prompts_of_a_step_have_the_bits_of_each_alone(make_rank) -> None:
+    rank = make_rank("window and sinks")
+    layout = rank.open([9] * 30 + [4] * 10)
+    rank.step(*(Span(0, p, 0, 9) for p in range(0, 30, 2)))
+    rank.step(
+        *(Span(0, p, 0, 9) for p in range(1, 30, 2)), *(Span(0, p, 0, 4) for p in range(30, 40))
+    )
+    report = rank.seal()
+    assert_patterns(rank, report, layout, "window and sinks")
+    for prompt, got_NQK in enumerate(rank.patterns(report, layout)):
+        rows = int(layout.num_rows[prompt])
+        q, k = prompt_rows(prompt, 0, HEADS)[:, :rows], prompt_rows(prompt, 1, KV_HEADS)[:, :rows]
+        want_NQK = expected(LAYERS["window and sinks"], q.copy(), k.copy())
+        assert got_NQK.tobytes() == want_NQK.tobytes()
