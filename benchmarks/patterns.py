@@ -2,9 +2,9 @@
 
 One layer's rows of rot_q and rot_k go to a real writer (`capture.shard_loop`) as they lie in the
 slab of a step, one step after the other; it makes the packed patterns and puts them into a memory
-store. No engine runs. Times are the writer's own stages, in one thread; a figure is the median of
-its rounds. Other work on the cores multiplies them where BLAS has threads, which a writer process
-denies it.
+store. No engine runs. Times are the writer's own stages, in one thread, and the processor time that
+the thread took for all of them; a figure is the median of its rounds. BLAS is kept to one thread,
+as in a writer process: with more, other work on the cores multiplies every figure.
 
     OPENBLAS_NUM_THREADS=1 python -m benchmarks.patterns --json
 """
@@ -15,6 +15,7 @@ import argparse
 import json
 import platform
 import statistics
+import time
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -99,20 +100,22 @@ def one_round(shape: Shape, lengths: list[int], seed: int) -> dict[str, float]:
         dtype="float16",
     )  # fmt: skip
     loop.handle(OpenUnit(layout, {"pattern": cut}))
-    first = 0
+    first, cpu = 0, 0.0
     for count in steps(lengths):
         rows = sum(lengths[first : first + count])
         run = Run(0, int(layout.first_row[first]), rows, 0)
         for number, heads in enumerate((shape.heads, shape.kv_heads)):
             tap = shape.tap(heads)
             slab = staged(tap, rows, shape.dtype, seed + number)
+            begun = time.thread_time()
             loop.place([Entry(number, 0, tap, rows, (run,))], slab)
+            cpu += time.thread_time() - begun
         first += count
     report = loop.handle(SealUnit(0))
     assert report is not None
     assert report.error is None, report.error
     assert report.rows["pattern"] == entries
-    return report.timings
+    return {**report.timings, "cpu": cpu}
 
 
 def measure(
@@ -133,10 +136,12 @@ def measure(
                 for stage in ("copy", "pattern", "encode", "put")
             }
             making = median["copy"] + median["pattern"]
+            cpu = statistics.median(one["cpu"] for one in timings[label])
             found[name][label] = {
                 "prompts": len(lengths),
                 "entries": entries,
                 **{f"{stage}_seconds": seconds for stage, seconds in median.items()},
+                "cpu_microseconds_a_prompt": 1e6 * cpu / len(lengths),
                 "making_microseconds_a_prompt": 1e6 * making / len(lengths),
                 "making_nanoseconds_an_entry_and_head": 1e9 * making / entries / shape.heads,
             }
