@@ -120,7 +120,10 @@ def _score_tiles(
             rows = slice(start, start + tile_rows)
             q_NQD = np.asarray(rot_q.values[..., places, rows, :], np.float32)
             *stacked, _, num_queries, head_size = q_NQD.shape
-            flat_RD = q_NQD.reshape(*stacked, len(places) * num_queries, head_size)
+            # Contiguous: the product of strided rows with a single key has other bits.
+            flat_RD = np.ascontiguousarray(
+                q_NQD.reshape(*stacked, len(places) * num_queries, head_size)
+            )
             scores_NQK = (flat_RD @ k_KD.swapaxes(-1, -2)).reshape(
                 *stacked, len(places), num_queries, num_keys
             )

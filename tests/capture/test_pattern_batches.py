@@ -179,6 +179,17 @@ def test_models_shapes_have_the_same_bits_together(
     assert_bits(rows, packed_NE, rows.layout, pattern_making.TILE_BYTES)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+@pytest.mark.parametrize("name", SEMANTICS)
+def test_the_shortest_prompts_have_the_same_bits_together(name: str, length: int) -> None:
+    rows = Rows(recipe_of(layer(**SEMANTICS[name]), "float32"), [length] * 50, 1)
+    patterns = PatternRows(rows.recipe, rows.layout)
+    rows.place(patterns, 4, 0, 50 * length)
+    packed_NE = np.empty((6, 50 * num_entries(length)), np.float32)
+    taken(patterns, rows.place(patterns, 7, 0, 50 * length), rows.layout, packed_NE)
+    assert_bits(rows, packed_NE, rows.layout, pattern_making.TILE_BYTES)
+
+
 def test_some_of_the_heads_have_the_same_bits_together() -> None:
     recipe = recipe_of(layer(**SEMANTICS["all"]), "float32", q_heads=(2, 3, 5), k_heads=(1, 2))
     rows = Rows(recipe, [9] * 30, 3)
